@@ -1,0 +1,287 @@
+/* lkv.h: the C interface of lkv, a cache for the decode state of transformer language models.
+ *
+ * C11 and C++17; Python.h is not needed. All functions live in one const table, `lkv_api`, that a program gets
+ *   - in a C or C++ extension module: include Python.h first, then call lkv_import(LKV_ABI_MINOR);
+ *   - in Cython: `cimport lkv._storage`;
+ *   - elsewhere (Rust, Zig, Go, a plain C library): from its host, as the address lkv_import() or the capsule
+ *     "lkv._storage._C_API" gave it.
+ *
+ * Conventions that hold for every function unless its comment says otherwise
+ *   - It returns an lkv_status. On failure a message is in thread-local text, last_error(), and outputs are NULL.
+ *   - Outputs come last. A non-NULL object output is a new reference that the caller must release.
+ *   - Arguments are borrowed for the time of the call.
+ *   - Thread rule: it may be called from any thread, with or without Python's GIL, and never takes the GIL, unless
+ *     the device of the buffer is one that was written in Python.
+ *   - Releases accept NULL and cannot fail.
+ *
+ * Rows are half-open ranges [lo, hi) of token positions. Times are nanoseconds.
+ */
+#ifndef LKV_H
+#define LKV_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define LKV_ABI_MAJOR 1 /* differs: incompatible */
+#define LKV_ABI_MINOR 0 /* members are only ever appended; a higher minor serves a lower one */
+#define LKV_CAPSULE_NAME "lkv._storage._C_API"
+
+/* ---- status ---------------------------------------------------------------------------------------------------- */
+
+typedef int32_t lkv_status;
+enum {
+  LKV_OK = 0,
+  LKV_E_INVALID = 1,     /* an argument is out of its domain; nothing was done */
+  LKV_E_NOMEM = 2,       /* the device has not enough memory; nothing was kept */
+  LKV_E_TIMEOUT = 3,     /* the lease was not granted in time */
+  LKV_E_DEADLOCK = 4,    /* this thread holds, itself, the lease it would wait for */
+  LKV_E_POISONED = 5,    /* a write failed half-way; clear_poison() says the content is good again */
+  LKV_E_FORKED = 6,      /* the object was made before fork() and this is the child */
+  LKV_E_SHUTDOWN = 7,    /* the process is ending; waiting is over */
+  LKV_E_DEVICE = 8,      /* the device reported a failure */
+  LKV_E_UNSUPPORTED = 9, /* the device or the object cannot do this */
+  LKV_E_NOT_FOUND = 10,  /* no device of that name */
+  LKV_E_EXISTS = 11,     /* a device of that name is registered already */
+  LKV_E_CONFLICT = 12,   /* claim: the claimed length is not the expected one */
+  LKV_E_ENDED = 13,      /* the lease has ended */
+  LKV_E_READ_ONLY = 14,  /* a write through a read lease or onto read-only memory */
+  LKV_E_ABI = 15         /* the library is too old or too new for the caller */
+};
+
+/* ---- vocabulary ------------------------------------------------------------------------------------------------ */
+
+/* What a row is made of. The (code, bits) pair that DLPack uses is beside each. */
+typedef int32_t lkv_dtype;
+enum {
+  LKV_F64 = 1,         /* (2, 64) */
+  LKV_F32 = 2,         /* (2, 32) */
+  LKV_F16 = 3,         /* (2, 16) */
+  LKV_BF16 = 4,        /* (4, 16) */
+  LKV_F8_E4M3FN = 5,   /* (10, 8) */
+  LKV_F8_E5M2 = 6,     /* (12, 8) */
+  LKV_I64 = 7,         /* (0, 64) */
+  LKV_I32 = 8,         /* (0, 32) */
+  LKV_I16 = 9,         /* (0, 16) */
+  LKV_I8 = 10,         /* (0, 8) */
+  LKV_U8 = 11,         /* (1, 8) */
+  LKV_BOOL = 12        /* (6, 8) */
+};
+
+typedef int32_t lkv_mode;
+enum { LKV_READ = 0, LKV_WRITE = 1 };
+
+typedef int32_t lkv_copy_kind;
+enum { LKV_HOST_TO_DEVICE = 1, LKV_DEVICE_TO_HOST = 2, LKV_DEVICE_TO_DEVICE = 3 };
+
+#define LKV_FOREVER ((int64_t)-1) /* timeout: wait without bound */
+#define LKV_TRY ((int64_t)0)      /* timeout: do not wait */
+
+typedef struct lkv_buffer lkv_buffer; /* a storage: reference-counted rows on one device */
+typedef struct lkv_lease lkv_lease;   /* a held right to read or write some of its rows */
+typedef struct lkv_device lkv_device; /* a place that memory is in; lives until the process ends */
+
+struct DLManagedTensor;          /* of dlpack.h, which a caller of lease_to_dlpack includes itself */
+struct DLManagedTensorVersioned;
+
+/* ---- devices --------------------------------------------------------------------------------------------------- */
+
+/* A device that a third party adds. Set struct_size to sizeof(lkv_device_vtable); entries past it count as NULL.
+ * `ctx` is the pointer given to device_register(). Every entry may be called from any thread, several at once, and
+ * never under a lock of lkv. An entry that fails returns a status other than LKV_OK and may describe it by
+ * set_error(). `stream` is NULL for the device's default queue. Entries marked optional may be NULL. */
+typedef struct lkv_device_vtable {
+  size_t struct_size;
+  int32_t dl_device_type; /* DLPack's DLDeviceType */
+  int32_t host_accessible; /* nonzero: the CPU may load and store through the pointers */
+  /* `*out`: nbytes (> 0), aligned to 256, filled with zeros. LKV_E_NOMEM when there is not enough. */
+  lkv_status (*allocate)(void *ctx, size_t nbytes, void **out);
+  void (*free)(void *ctx, void *ptr, size_t nbytes);
+  /* `height` rows of `width` bytes; a pitch is the distance of two rows in bytes. Ordered after earlier work of
+   * `stream`. A host source may be overwritten once this returned; a host destination is complete then. */
+  lkv_status (*copy_2d)(void *ctx, lkv_copy_kind kind, void *dst, size_t dst_pitch, const void *src, size_t src_pitch,
+                        size_t width, size_t height, void *stream);
+  lkv_status (*fill_zero)(void *ctx, void *ptr, size_t nbytes, void *stream);
+  /* Returns once all earlier work of `stream` is done. Optional: NULL says that every entry completes before it
+   * returns. */
+  lkv_status (*sync)(void *ctx, void *stream);
+  /* Events order work of different streams. Optional, all four or none. */
+  lkv_status (*event_record)(void *ctx, void *stream, void **out_event);
+  lkv_status (*event_wait)(void *ctx, void *stream, void *event); /* the stream waits, not the caller */
+  int32_t (*event_done)(void *ctx, void *event);                  /* nonzero: reached */
+  void (*event_free)(void *ctx, void *event);
+  lkv_status (*current_stream)(void *ctx, void **out_stream); /* optional: the calling thread's */
+  lkv_status (*memory_info)(void *ctx, size_t *out_free, size_t *out_total); /* optional */
+} lkv_device_vtable;
+
+/* ---- storages -------------------------------------------------------------------------------------------------- */
+
+enum { LKV_HUGE_PAGES = 1 /* ask the OS for huge pages */, LKV_READ_ONLY_MEMORY = 2 /* buffer_wrap only */ };
+
+/* What to create. Set struct_size to sizeof(lkv_buffer_desc) and zero the rest first. */
+typedef struct lkv_buffer_desc {
+  size_t struct_size;
+  lkv_device *device; /* NULL: the CPU */
+  int64_t rows;       /* > 0 */
+  int64_t row_bytes;  /* > 0; rows * row_bytes must fit ptrdiff_t */
+  lkv_dtype dtype;    /* must divide row_bytes; 0: LKV_U8 */
+  uint32_t flags;
+  lkv_buffer *queue_of; /* share the lease queue of this buffer (which must have as many rows); NULL: its own */
+} lkv_buffer_desc;
+
+/* What a storage is. Set struct_size to sizeof(lkv_buffer_info) before the call. */
+typedef struct lkv_buffer_info {
+  size_t struct_size;
+  uint64_t id; /* process-unique, never reused */
+  lkv_device *device;
+  int32_t dl_device_type;
+  int32_t ordinal;
+  void *data; /* unsynchronised: hold a lease while using it */
+  size_t nbytes;
+  int64_t rows;
+  int64_t row_bytes;
+  int64_t claimed;
+  uint64_t version;
+  uint64_t refcount; /* a snapshot, for tests and diagnostics */
+  lkv_dtype dtype;
+  int32_t poisoned;
+  int32_t read_only;
+  int32_t reserved;
+} lkv_buffer_info;
+
+/* ---- leases ---------------------------------------------------------------------------------------------------- */
+
+/* What a lease gives. Set struct_size to sizeof(lkv_lease_span) before the call. `data` is the first byte of row
+ * `lo`; a storage whose rows are not contiguous (a K/V slab) is described by its owner. */
+typedef struct lkv_lease_span {
+  size_t struct_size;
+  void *data;
+  size_t nbytes;
+  int64_t lo;
+  int64_t hi;
+  lkv_mode mode;
+  int32_t reserved;
+} lkv_lease_span;
+
+/* The shape that lease_to_dlpack() exports. Strides are in elements; NULL: C order. `offset` is in bytes from the
+ * first leased row. The tensor must lie inside the leased rows. */
+typedef struct lkv_tensor_desc {
+  size_t struct_size;
+  lkv_dtype dtype; /* 0: the buffer's */
+  int32_t ndim;    /* 0 to 8 */
+  const int64_t *shape;
+  const int64_t *strides;
+  size_t offset;
+} lkv_tensor_desc;
+
+/* ---- the table ------------------------------------------------------------------------------------------------- */
+
+typedef struct lkv_api {
+  uint32_t abi_major;
+  uint32_t abi_minor;
+  size_t struct_size; /* of the library's table: members past it do not exist, see LKV_HAS */
+
+  /* A status as its name, "LKV_E_NOMEM". Static text. */
+  const char *(*status_name)(lkv_status status);
+  /* The message of the calling thread's last failure, "" if none. Valid until this thread's next failing call. */
+  const char *(*last_error)(void);
+  /* Sets that message: for the entries of an lkv_device_vtable. The text is copied. */
+  void (*set_error)(const char *message);
+
+  /* Adds a device, e.g. ("cuda", 0). The table is copied; `ctx` is kept and passed to every entry, and must live until
+   * the process ends, as does the device. LKV_E_EXISTS when (name, ordinal) is taken. */
+  lkv_status (*device_register)(const char *name, int32_t ordinal, const lkv_device_vtable *vtable, void *ctx,
+                                lkv_device **out);
+  /* "cpu", "cuda:1"; a missing ordinal is 0. The output is borrowed and lives until the process ends. */
+  lkv_status (*device_find)(const char *name, lkv_device **out);
+  /* Returns once all work that was queued on `stream` of `device` is done. May block. */
+  lkv_status (*device_sync)(lkv_device *device, void *stream);
+
+  /* A new storage full of zeros, version 0. LKV_E_INVALID for sizes that do not fit, LKV_E_NOMEM. */
+  lkv_status (*buffer_create)(const lkv_buffer_desc *desc, lkv_buffer **out);
+  /* A storage over memory of the caller's that stays valid until `deleter(ctx)` is called: once, when the last
+   * reference and the last export are gone, from whatever thread drops them, possibly while the process ends.
+   * `deleter` may be NULL. On failure it is not called. */
+  lkv_status (*buffer_wrap)(const lkv_buffer_desc *desc, void *data, void (*deleter)(void *ctx), void *ctx,
+                            lkv_buffer **out);
+  void (*buffer_retain)(lkv_buffer *buffer);
+  /* Drops one reference. The memory goes with the last one; leases and exports hold references of their own. */
+  void (*buffer_release)(lkv_buffer *buffer);
+  lkv_status (*buffer_info)(const lkv_buffer *buffer, lkv_buffer_info *out);
+  /* Says that the content changed in a way the library did not see (a kernel through a raw pointer). */
+  lkv_status (*buffer_bump_version)(lkv_buffer *buffer);
+
+  /* Waits at most `timeout` ns (LKV_TRY, LKV_FOREVER) for the right to read or write rows [lo, hi). Requests are
+   * granted in order of arrival; those that do not conflict never wait for each other. May block: do not call it with
+   * a timeout while holding the GIL. LKV_E_TIMEOUT; LKV_E_DEADLOCK at once when waiting for ever for rows that this
+   * thread leases itself; LKV_E_POISONED for a read; LKV_E_FORKED; LKV_E_SHUTDOWN. The lease holds a reference to the
+   * buffer. */
+  lkv_status (*lease_acquire)(lkv_buffer *buffer, lkv_mode mode, int64_t lo, int64_t hi, int64_t timeout,
+                              lkv_lease **out);
+  void (*lease_retain)(lkv_lease *lease);
+  /* Drops one reference; the right ends with the last one (exports made from the lease hold references), or before by
+   * lease_end(). Any thread may do it. */
+  void (*lease_release)(lkv_lease *lease);
+  /* Ends the right now; the handle stays valid, and so does the memory, until released. A write lease's end moves the
+   * buffer's version by one. Ending twice is harmless. */
+  void (*lease_end)(lkv_lease *lease);
+  /* lease_end() of a write that failed half-way, then lease_release(): poisons the buffer, does not move its version. */
+  void (*lease_release_poisoned)(lkv_lease *lease);
+  /* Turns a write lease into a read lease of the same rows, without a gap; moves the version. */
+  lkv_status (*lease_downgrade)(lkv_lease *lease);
+  /* LKV_E_ENDED after the end. */
+  lkv_status (*lease_data)(const lkv_lease *lease, lkv_lease_span *out);
+  lkv_status (*buffer_clear_poison)(lkv_buffer *buffer);
+
+  /* Bytes between two held leases, from `src_offset` within the source's leased rows to `dst_offset` within the
+   * destination's. Between devices too, if one of the two can reach the other or either is the host. */
+  lkv_status (*copy)(lkv_lease *dst, size_t dst_offset, const lkv_lease *src, size_t src_offset, size_t nbytes);
+  /* `height` runs of `width` bytes, a pitch apart. */
+  lkv_status (*copy_2d)(lkv_lease *dst, size_t dst_offset, size_t dst_pitch, const lkv_lease *src, size_t src_offset,
+                        size_t src_pitch, size_t width, size_t height);
+  lkv_status (*fill_zero)(lkv_lease *lease, size_t offset, size_t nbytes);
+  lkv_status (*read_host)(const lkv_lease *lease, size_t offset, void *dst, size_t nbytes);
+  /* The source may be overwritten once this returned. LKV_E_READ_ONLY through a read lease. */
+  lkv_status (*write_host)(lkv_lease *lease, size_t offset, const void *src, size_t nbytes);
+
+  /* A DLPack 1.x tensor over leased rows; flagged read-only when the lease is. It holds the memory, and a lease nobody
+   * ended, until its deleter is called: from any thread, without the GIL, also while the interpreter ends. */
+  lkv_status (*lease_to_dlpack)(lkv_lease *lease, const lkv_tensor_desc *desc, struct DLManagedTensorVersioned **out);
+
+  /* A new allocation id: process-unique, never 0. */
+  uint64_t (*alloc_id_next)(void);
+
+  /* Moves the claimed length of `buffer` from `expected` to `claimed` rows in one step, or LKV_E_CONFLICT: how branches
+   * that share a storage agree on who extends it in place. */
+  lkv_status (*buffer_claim)(lkv_buffer *buffer, int64_t expected, int64_t claimed);
+  /* Gives whole pages inside rows [lo, hi) back to the OS and leaves zeros in all of these rows. Takes a write lease
+   * itself, without waiting: LKV_E_TIMEOUT when the rows are in use. */
+  lkv_status (*buffer_release_rows)(lkv_buffer *buffer, int64_t lo, int64_t hi);
+} lkv_api;
+
+/* Is `member` in the table that `api` points to? (A table of an older library is shorter.) */
+#define LKV_HAS(api, member) \
+  ((api)->struct_size >= offsetof(lkv_api, member) + sizeof((api)->member))
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+/* With Python.h: the table, or NULL with an ImportError set that names both versions. Needs the GIL. The table lives
+ * until the process ends. */
+#ifdef Py_PYTHON_H
+static inline const lkv_api *lkv_import(uint32_t minor) {
+  const lkv_api *api = (const lkv_api *)PyCapsule_Import(LKV_CAPSULE_NAME, 0);
+  if (api != NULL && (api->abi_major != LKV_ABI_MAJOR || api->abi_minor < minor)) {
+    PyErr_Format(PyExc_ImportError, "lkv: compiled for C ABI %u.%u, the installed library has %u.%u",
+                 (unsigned)LKV_ABI_MAJOR, (unsigned)minor, (unsigned)api->abi_major, (unsigned)api->abi_minor);
+    return NULL;
+  }
+  return api;
+}
+#endif
+
+#endif /* LKV_H */

@@ -1,0 +1,248 @@
+#include "slot_table.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu_device.hpp"
+#include "status.hpp"
+
+namespace lkv {
+namespace {
+
+// The stride of a dim of one element may be anything at all: it must not trap, and nobody goes by it.
+std::int64_t stride_bytes(const ArrayRef &array, int dim, std::int64_t itemsize) noexcept {
+  if (array.strides)
+    return static_cast<std::int64_t>(static_cast<std::uint64_t>(array.strides[dim]) *
+                                     static_cast<std::uint64_t>(array.stride_unit));
+  std::int64_t stride = itemsize;
+  for (int i = array.ndim - 1; i > dim; i--) stride *= array.shape[i];
+  return stride;
+}
+
+bool contiguous_behind(const ArrayRef &array, int axis, std::int64_t itemsize) noexcept {
+  if (!array.strides) return true;
+  std::int64_t stride = itemsize;
+  for (int i = array.ndim - 1; i > axis; i--) {
+    if (array.shape[i] != 1 && array.strides[i] * array.stride_unit != stride) return false;
+    stride *= array.shape[i];
+  }
+  return true;
+}
+
+// Element by element, whatever the strides; the destination is in C order.
+char *copy_elements(char *to, const char *from, const ArrayRef &array, int dim, std::int64_t itemsize) noexcept {
+  if (dim == array.ndim) {
+    std::memcpy(to, from, static_cast<std::size_t>(itemsize));
+    return to + itemsize;
+  }
+  const std::int64_t stride = stride_bytes(array, dim, itemsize);
+  for (std::int64_t i = 0; i < array.shape[dim]; i++) to = copy_elements(to, from + i * stride, array, dim + 1, itemsize);
+  return to;
+}
+
+bool refuse(Fault *fault, Fault::What what, std::int64_t layer, std::int32_t slot, std::int64_t expected,
+            std::int64_t actual) noexcept {
+  *fault = {what, slot, layer, expected, actual};
+  return false;
+}
+
+bool host(std::int32_t device_type) noexcept { return device_type == 1 || device_type == 3; }
+
+}  // namespace
+
+SlotTable::SlotTable(std::int64_t layers, std::int32_t slots, std::int64_t rows, lkv_device *on)
+    : n_layers(layers),
+      n_slots(slots),
+      capacity(rows),
+      device(on),
+      shapes_(new SlotShape[slots]),
+      places_(new SlotPlace[layers * slots]),
+      written_(new std::atomic<std::int64_t>[layers]),
+      busy_(new std::atomic<bool>[layers]),
+      queue(new LeaseQueue) {
+  for (std::int64_t i = 0; i < layers; i++) written_[i] = 0, busy_[i] = false;
+}
+
+SlotTable::~SlotTable() {
+  for (std::int64_t layer = 0; layer < n_layers; layer++) drop(layer);
+  queue->release_ref();
+}
+
+bool SlotTable::describe(std::int32_t slot, const std::int64_t *dims, std::int32_t ndim, std::int32_t axis,
+                         lkv_dtype dtype) noexcept {
+  const DTypeInfo *info = dtype_info(dtype);
+  if (ndim < 1 || ndim > most_dims || axis < 0 || axis >= ndim || !info) return false;
+  SlotShape &shape = shapes_[slot];
+  shape = {{}, ndim, axis, dtype, info->itemsize, 1, info->itemsize};
+  std::int64_t all = info->itemsize;
+  for (int i = 0; i < ndim; i++) {
+    if (i == axis) continue;
+    shape.dims[i] = dims[i];
+    if (dims[i] <= 0 || __builtin_mul_overflow(all, dims[i], &all)) return false;
+    (i < axis ? shape.outer : shape.run) *= dims[i];
+  }
+  return !__builtin_mul_overflow(all, capacity, &all);
+}
+
+void SlotTable::place(std::int64_t layer, std::int32_t slot, lkv_buffer *buffer, std::int64_t offset,
+                      std::int64_t outer_stride, std::int64_t row_stride, bool shares) noexcept {
+  SlotPlace &place = at(layer, slot);
+  buffer->retain();
+  if (place.buffer) place.buffer->release();
+  place.buffer = buffer;
+  place.base = buffer->data + offset;
+  place.outer_stride = outer_stride;
+  place.row_stride = row_stride;
+  place.version = shares ? &place.own_version : &buffer->version;
+}
+
+void SlotTable::drop(std::int64_t layer) noexcept {
+  for (std::int32_t slot = 0; slot < n_slots; slot++) {
+    SlotPlace &place = at(layer, slot);
+    if (lkv_buffer *buffer = place.buffer) {
+      place.buffer = nullptr;
+      place.version = nullptr;
+      place.own_version.store(0, std::memory_order_relaxed);
+      buffer->release();
+    }
+  }
+  written_[layer].store(0, std::memory_order_release);
+}
+
+lkv_status SlotTable::clear(std::int64_t layer) noexcept {
+  const lkv_buffer *done = nullptr;  // packed slots share a storage
+  for (std::int32_t slot = 0; slot < n_slots; slot++) {
+    SlotPlace &place = at(layer, slot);
+    place.version->fetch_add(1, std::memory_order_acq_rel);
+    if (place.buffer == done) continue;
+    done = place.buffer;
+    if (lkv_status status = clear_rows(place.buffer, 0, place.buffer->rows)) return status;
+    if (place.version == &place.own_version) place.buffer->bump_version();
+    place.buffer->poisoned.store(false, std::memory_order_release);
+  }
+  return LKV_OK;
+}
+
+bool SlotTable::check(std::int64_t layer, const ArrayRef *arrays, std::int64_t count, std::int64_t *rows,
+                      Fault *fault) const noexcept {
+  if (layer < 0 || layer >= n_layers) return refuse(fault, Fault::layer, layer, -1, n_layers, layer);
+  if (!populated(layer)) return refuse(fault, Fault::unpopulated, layer, -1, 0, 0);
+  if (count != n_slots) return refuse(fault, Fault::count, layer, -1, n_slots, count);
+  std::int64_t n = *rows;
+  for (std::int32_t s = 0; s < n_slots; s++) {
+    const ArrayRef &array = arrays[s];
+    const SlotShape &shape = shapes_[s];
+    const DTypeInfo &dtype = *dtype_info(shape.dtype);
+    if (array.ndim != shape.ndim) return refuse(fault, Fault::rank, layer, s, shape.ndim, array.ndim);
+    for (int i = 0; i < shape.ndim; i++)
+      if (i != shape.axis && array.shape[i] != shape.dims[i])
+        return refuse(fault, Fault::shape, layer, s, shape.dims[i], array.shape[i]);
+    if (array.dl_code != dtype.dl_code || array.dl_bits != dtype.dl_bits)
+      return refuse(fault, Fault::dtype, layer, s, shape.dtype, 0);
+    const bool same = array.device_type == device->table.dl_device_type && array.device_id == device->ordinal;
+    if (!same && !host(array.device_type)) return refuse(fault, Fault::device, layer, s, 0, array.device_type);
+    if (n < 0) n = array.shape[shape.axis];
+    if (n < 0 || array.shape[shape.axis] != n) return refuse(fault, Fault::rows, layer, s, n, array.shape[shape.axis]);
+    if (!device->is_cpu() && !contiguous_behind(array, shape.axis, shape.itemsize))
+      return refuse(fault, Fault::contiguity, layer, s, 0, 0);
+  }
+  *rows = n;
+  return true;
+}
+
+lkv_status SlotTable::write(std::int64_t layer, std::int64_t from, const ArrayRef *arrays, std::int64_t rows,
+                            Fault *fault) noexcept {
+  if (!populated(layer)) {  // no more: dropped since it was checked
+    refuse(fault, Fault::unpopulated, layer, -1, 0, 0);
+    return LKV_E_INVALID;
+  }
+  if (rows > capacity - from) {
+    refuse(fault, Fault::capacity, layer, -1, capacity, from + rows);
+    return LKV_E_INVALID;
+  }
+  if (busy_[layer].exchange(true, std::memory_order_acquire)) {
+    refuse(fault, Fault::busy, layer, -1, 0, 0);
+    return LKV_E_INVALID;
+  }
+  lkv_status status = LKV_OK;
+  if (rows > 0) {
+    prepare(layer, from, rows);
+    for (std::int32_t s = 0; s < n_slots && status == LKV_OK; s++)
+      copy_in(shapes_[s], at(layer, s), from, arrays[s], rows, &status);
+    if (status == LKV_OK) note_written(layer, from + rows);
+  }
+  busy_[layer].store(false, std::memory_order_release);
+  return status;
+}
+
+void SlotTable::prepare(std::int64_t layer, std::int64_t from, std::int64_t rows) noexcept {
+  // What was there is being overwritten: until all slots are in, the layer counts as not written.
+  written_[layer].store(std::min(written(layer), from), std::memory_order_release);
+  for (std::int32_t s = 0; s < n_slots; s++) {
+    SlotPlace &place = at(layer, s);
+    populate_ahead(place.buffer, from + rows, shapes_[s].outer, place.outer_stride, place.row_stride);
+  }
+}
+
+lkv_status SlotTable::append(std::int64_t layer, const ArrayRef *arrays, std::int64_t rows, Fault *fault) noexcept {
+  Request request = Request::step(rows);
+  if (lkv_status status = queue->enqueue(request, LeaseQueue::Patience::none)) return status;
+  const lkv_status status = write(layer, queue->length(), arrays, rows, fault);
+  queue->release(request);
+  return status;
+}
+
+bool SlotTable::copy_in(const SlotShape &shape, const SlotPlace &place, std::int64_t at, const ArrayRef &array,
+                        std::int64_t rows, lkv_status *status) noexcept {
+  const int axis = shape.axis;
+  const std::int64_t row = rows == 1 ? shape.run : stride_bytes(array, axis, shape.itemsize);
+  const bool direct = contiguous_behind(array, axis, shape.itemsize);
+  const bool slab = direct && row >= shape.run;
+  const bool own = array.device_type == device->table.dl_device_type && !device->is_cpu();
+  const lkv_copy_kind kind = own ? LKV_DEVICE_TO_DEVICE : LKV_HOST_TO_DEVICE;
+  for (std::int64_t o = 0; o < shape.outer; o++) {
+    std::int64_t offset = 0, rest = o;
+    for (int i = axis - 1; i >= 0; i--) {
+      offset += rest % shape.dims[i] * stride_bytes(array, i, shape.itemsize);
+      rest /= shape.dims[i];
+    }
+    const char *from = array.data + offset;
+    char *to = place.base + o * place.outer_stride + at * place.row_stride;
+    if (slab) {
+      *status = device->copy_2d(kind, to, place.row_stride, from, row, shape.run, rows);
+      if (*status != LKV_OK) return false;
+      continue;
+    }
+    for (std::int64_t r = 0; r < rows; r++, to += place.row_stride) {
+      if (!direct) {
+        copy_elements(to, from + r * row, array, axis + 1, shape.itemsize);
+        continue;
+      }
+      *status = device->copy_2d(kind, to, shape.run, from + r * row, shape.run, shape.run, 1);
+      if (*status != LKV_OK) return false;
+    }
+  }
+  return true;
+}
+
+void SlotTable::note_written(std::int64_t layer, std::int64_t upto) noexcept {
+  for (std::int32_t s = 0; s < n_slots; s++) {
+    SlotPlace &place = at(layer, s);
+    place.version->fetch_add(1, std::memory_order_acq_rel);
+    if (s == 0 && place.version == &place.own_version) place.buffer->bump_version();
+  }
+  written_[layer].store(upto, std::memory_order_release);
+}
+
+void SlotTable::forget_unpublished(std::int64_t length) noexcept {
+  for (std::int64_t i = 0; i < n_layers; i++)
+    if (written(i) > length) written_[i].store(length, std::memory_order_release);
+}
+
+std::int64_t SlotTable::incomplete(std::int64_t length) const noexcept {
+  for (std::int64_t i = 0; i < n_layers; i++)
+    if (populated(i) && written(i) < length) return i;
+  return -1;
+}
+
+}  // namespace lkv

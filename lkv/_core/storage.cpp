@@ -1,0 +1,215 @@
+#include "storage.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "cpu_device.hpp"
+#include "status.hpp"
+
+namespace lkv {
+namespace {
+
+std::atomic<std::int64_t> live{0};
+std::atomic<std::uint64_t> next_id{1};
+
+// A few percent beyond what is needed, so that resident memory stays close to the bytes written.
+constexpr std::int64_t ahead_least = std::int64_t{16} << 10;
+constexpr std::int64_t ahead_most = std::int64_t{2} << 20;
+constexpr std::int64_t ahead_share = 16;
+
+lkv_status describe(const char *what, const lkv_buffer_desc *desc, lkv_buffer **out, lkv_buffer_desc *full) noexcept {
+  if (!out) return fail(LKV_E_INVALID, "%s: out is NULL", what);
+  *out = nullptr;
+  if (!desc || desc->struct_size < offsetof(lkv_buffer_desc, dtype))
+    return fail(LKV_E_INVALID, "%s: desc is NULL or its struct_size is too small", what);
+  std::memset(full, 0, sizeof *full);
+  std::memcpy(full, desc, std::min(desc->struct_size, sizeof *full));
+  if (!full->device) full->device = devices::cpu();
+  if (!full->dtype) full->dtype = LKV_U8;
+  const DTypeInfo *dtype = dtype_info(full->dtype);
+  if (!dtype) return fail(LKV_E_INVALID, "%s: %d is no dtype", what, full->dtype);
+  std::int64_t nbytes;
+  if (full->rows <= 0 || full->row_bytes <= 0 || __builtin_mul_overflow(full->rows, full->row_bytes, &nbytes) ||
+      nbytes > PTRDIFF_MAX)
+    return fail(LKV_E_INVALID, "%s: %lld rows of %lld bytes is not a size", what, static_cast<long long>(full->rows),
+                static_cast<long long>(full->row_bytes));
+  if (full->row_bytes % dtype->itemsize)
+    return fail(LKV_E_INVALID, "%s: a row of %lld bytes is no whole number of %d-byte elements", what,
+                static_cast<long long>(full->row_bytes), dtype->itemsize);
+  if (full->queue_of && full->queue_of->rows != full->rows)
+    return fail(LKV_E_INVALID, "%s: queue_of has %lld rows, expected %lld", what,
+                static_cast<long long>(full->queue_of->rows), static_cast<long long>(full->rows));
+  return LKV_OK;
+}
+
+lkv_buffer *make(const lkv_buffer_desc &desc) noexcept {
+  auto *buffer = new (std::nothrow) lkv_buffer;
+  LeaseQueue *queue = desc.queue_of ? desc.queue_of->queue.load(std::memory_order_acquire) : nullptr;
+  if (queue)
+    queue->retain();
+  else if (buffer)
+    queue = new (std::nothrow) LeaseQueue;
+  if (!buffer || !queue) {
+    delete buffer;
+    fail(LKV_E_NOMEM, "out of memory for a storage's header");
+    return nullptr;
+  }
+  buffer->device = desc.device;
+  buffer->rows = desc.rows;
+  buffer->row_bytes = desc.row_bytes;
+  buffer->nbytes = static_cast<std::size_t>(desc.rows) * static_cast<std::size_t>(desc.row_bytes);
+  buffer->dtype = desc.dtype;
+  buffer->read_only = desc.flags & LKV_READ_ONLY_MEMORY;
+  buffer->id = next_id.fetch_add(1, std::memory_order_relaxed);
+  buffer->queue.store(queue, std::memory_order_release);
+  buffer->epoch.store(queue->epoch(), std::memory_order_release);
+  live.fetch_add(1, std::memory_order_relaxed);
+  return buffer;
+}
+
+void dispose(lkv_buffer *buffer) noexcept {
+  while (lkv_buffer::Retired *old = buffer->retired) {
+    buffer->retired = old->next;
+    old->queue->release_ref();
+    delete old;
+  }
+  buffer->queue.load(std::memory_order_acquire)->release_ref();
+  live.fetch_sub(1, std::memory_order_relaxed);
+  delete buffer;
+}
+
+}  // namespace
+
+lkv_status create(const lkv_buffer_desc *desc, lkv_buffer **out) noexcept {
+  lkv_buffer_desc full;
+  if (lkv_status status = describe("buffer_create", desc, out, &full)) return status;
+  if (full.flags & ~static_cast<std::uint32_t>(LKV_HUGE_PAGES))
+    return fail(LKV_E_INVALID, "buffer_create: flags 0x%x are unknown", full.flags);
+  lkv_buffer *buffer = make(full);
+  if (!buffer) return LKV_E_NOMEM;
+  void *data = nullptr;
+  if (lkv_status status = full.device->allocate(buffer->nbytes, full.flags, &data)) {
+    dispose(buffer);
+    return status;
+  }
+  buffer->data = static_cast<char *>(data);
+  // With huge pages the first touch of a page brings 2 MB: populating 16 KB ahead would only cost the call.
+  buffer->paged = full.device->is_cpu() && cpu::paged(buffer->nbytes);
+  if (full.flags & LKV_HUGE_PAGES) buffer->resident.store(full.rows, std::memory_order_relaxed);
+  *out = buffer;
+  return LKV_OK;
+}
+
+lkv_status wrap(const lkv_buffer_desc *desc, void *data, void (*deleter)(void *), void *context,
+                lkv_buffer **out) noexcept {
+  lkv_buffer_desc full;
+  if (lkv_status status = describe("buffer_wrap", desc, out, &full)) return status;
+  if (!data) return fail(LKV_E_INVALID, "buffer_wrap: data is NULL");
+  if (full.flags & ~static_cast<std::uint32_t>(LKV_READ_ONLY_MEMORY))
+    return fail(LKV_E_INVALID, "buffer_wrap: flags 0x%x are unknown", full.flags);
+  lkv_buffer *buffer = make(full);
+  if (!buffer) return LKV_E_NOMEM;
+  buffer->data = static_cast<char *>(data);
+  buffer->foreign = true;
+  buffer->deleter = deleter;
+  buffer->context = context;
+  *out = buffer;
+  return LKV_OK;
+}
+
+lkv_status claim(lkv_buffer *buffer, std::int64_t expected, std::int64_t claimed) noexcept {
+  if (!buffer) return fail(LKV_E_INVALID, "buffer_claim: buffer is NULL");
+  if (expected < 0 || claimed < expected || claimed > buffer->rows)
+    return fail(LKV_E_INVALID, "buffer_claim: from %lld to %lld of %lld rows", static_cast<long long>(expected),
+                static_cast<long long>(claimed), static_cast<long long>(buffer->rows));
+  std::int64_t now = expected;
+  if (buffer->claimed.compare_exchange_strong(now, claimed, std::memory_order_acq_rel)) return LKV_OK;
+  return fail(LKV_E_CONFLICT, "buffer_claim: %lld rows are claimed, expected %lld", static_cast<long long>(now),
+              static_cast<long long>(expected));
+}
+
+lkv_status clear_rows(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi) noexcept {
+  if (lo == hi) return LKV_OK;
+  char *at = buffer->data + lo * buffer->row_bytes;
+  const auto nbytes = static_cast<std::size_t>((hi - lo) * buffer->row_bytes);
+  if (!buffer->paged) return buffer->device->fill_zero(at, nbytes);
+  cpu::clear_pages(at, nbytes);
+  buffer->resident.store(std::min(buffer->resident.load(std::memory_order_relaxed), lo), std::memory_order_relaxed);
+  return LKV_OK;
+}
+
+lkv_status release_rows(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi) noexcept {
+  if (!buffer) return fail(LKV_E_INVALID, "buffer_release_rows: buffer is NULL");
+  if (lo < 0 || hi < lo || hi > buffer->rows)
+    return fail(LKV_E_INVALID, "buffer_release_rows: [%lld, %lld) is not within [0, %lld)", static_cast<long long>(lo),
+                static_cast<long long>(hi), static_cast<long long>(buffer->rows));
+  if (buffer->read_only) return fail(LKV_E_READ_ONLY, "buffer_release_rows: the memory is read-only");
+  const lkv_buffer::Home home = buffer->home();
+  Request request = Request::writing({lo, hi}, home.epoch);
+  if (lkv_status status = home.queue->acquire(request, LKV_TRY)) return status;
+  lkv_status status;
+  if (buffer->still_at(home.queue, home.epoch)) {
+    status = clear_rows(buffer, lo, hi);
+    buffer->bump_version();
+  } else {
+    status = fail(LKV_E_TIMEOUT, "the rows are in use");
+  }
+  home.queue->release(request);
+  return status;
+}
+
+lkv_status adopt(lkv_buffer *buffer, LeaseQueue *queue) noexcept {
+  LeaseQueue *old = buffer->queue.load(std::memory_order_acquire);
+  if (old == queue) return LKV_OK;
+  if (old->shared()) return fail(LKV_E_EXISTS, "the storage is leased together with others already");
+  auto *retired = new (std::nothrow) lkv_buffer::Retired{old, nullptr};
+  if (!retired) return fail(LKV_E_NOMEM, "out of memory");
+  // Of any epoch: between the two stores below, others make requests with the new epoch on the old queue.
+  Request request = Request::writing({0, buffer->rows}, Request::any_epoch);
+  if (lkv_status status = old->acquire(request, LKV_TRY)) {
+    delete retired;
+    return status;
+  }
+  if (buffer->queue.load(std::memory_order_acquire) != old) {  // another thread was first
+    old->release(request);
+    delete retired;
+    return fail(LKV_E_TIMEOUT, "the rows are in use");
+  }
+  queue->retain();
+  buffer->epoch.store(queue->epoch(), std::memory_order_release);
+  buffer->queue.store(queue, std::memory_order_release);
+  old->release(request);
+  if (buffer->refs.load(std::memory_order_acquire) == 1) {  // nobody else can be looking at the old queue
+    old->release_ref();
+    delete retired;
+  } else {
+    retired->next = buffer->retired;
+    buffer->retired = retired;
+  }
+  return LKV_OK;
+}
+
+void populate_ahead(lkv_buffer *buffer, std::int64_t hi, std::int64_t outer, std::int64_t outer_stride,
+                    std::int64_t row_stride) noexcept {
+  const std::int64_t from = buffer->resident.load(std::memory_order_relaxed);
+  if (hi <= from || !buffer->paged) return;
+  const std::int64_t ahead = std::clamp(hi * row_stride / ahead_share, ahead_least, ahead_most) / row_stride + 1;
+  const std::int64_t to = std::min(buffer->rows, hi + ahead);
+  for (std::int64_t o = 0; o < outer; o++)
+    cpu::populate(buffer->data + o * outer_stride + from * row_stride, static_cast<std::size_t>((to - from) * row_stride));
+  buffer->resident.store(to, std::memory_order_relaxed);
+}
+
+std::int64_t live_buffers() noexcept { return live.load(std::memory_order_relaxed); }
+
+}  // namespace lkv
+
+void lkv_buffer::release() noexcept {
+  if (refs.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  if (!foreign)
+    device->release(data, nbytes);
+  else if (deleter)
+    deleter(context);
+  lkv::dispose(this);
+}

@@ -1,0 +1,79 @@
+// A storage: reference-counted rows on one device, with a version, a poison flag, a claimed length and a lease queue.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "device.hpp"
+#include "dtype.hpp"
+#include "lease_queue.hpp"
+#include "lkv.h"
+
+struct lkv_buffer {
+  std::atomic<std::uint32_t> refs{1};
+  std::atomic<bool> poisoned{false};
+  bool read_only = false;
+  bool paged = false;  // anonymous pages of our own: may be populated ahead and given back
+  lkv_dtype dtype = LKV_U8;
+  lkv_device *device = nullptr;
+  char *data = nullptr;
+  std::size_t nbytes = 0;
+  std::int64_t rows = 0;
+  std::int64_t row_bytes = 0;
+  std::uint64_t id = 0;
+  std::atomic<std::uint64_t> version{0};
+  std::atomic<std::int64_t> claimed{0};
+  std::atomic<std::int64_t> resident{0};  // rows known to have pages
+  std::atomic<lkv::LeaseQueue *> queue{nullptr};
+  std::atomic<std::uint32_t> epoch{1};
+  void (*deleter)(void *context) = nullptr;
+  void *context = nullptr;
+  bool foreign = false;
+  struct Retired {
+    lkv::LeaseQueue *queue;
+    Retired *next;
+  } *retired = nullptr;  // queues of before adopt(), which a late thread may still be looking at
+
+  // What a request on the rows is made with. adopt() changes both: whoever was granted one asks again.
+  struct Home {
+    lkv::LeaseQueue *queue;
+    std::uint32_t epoch;
+  };
+  // Seeing a queue implies seeing its epoch, or a later one.
+  Home home() const noexcept {
+    lkv::LeaseQueue *const now = queue.load(std::memory_order_acquire);
+    return {now, epoch.load(std::memory_order_acquire)};
+  }
+  bool still_at(const lkv::LeaseQueue *q, std::uint32_t e) const noexcept {
+    const Home now = home();
+    return now.queue == q && now.epoch == e;
+  }
+
+  void retain() noexcept { refs.fetch_add(1, std::memory_order_relaxed); }
+  void release() noexcept;
+  void bump_version() noexcept { version.fetch_add(1, std::memory_order_acq_rel); }
+};
+
+namespace lkv {
+
+lkv_status create(const lkv_buffer_desc *desc, lkv_buffer **out) noexcept;
+lkv_status wrap(const lkv_buffer_desc *desc, void *data, void (*deleter)(void *), void *context,
+                lkv_buffer **out) noexcept;
+lkv_status claim(lkv_buffer *buffer, std::int64_t expected, std::int64_t claimed) noexcept;
+lkv_status release_rows(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi) noexcept;
+
+// From now on `buffer` is leased through `queue`. LKV_E_TIMEOUT when it is leased now, LKV_E_EXISTS
+// when it shares a queue with others already.
+lkv_status adopt(lkv_buffer *buffer, LeaseQueue *queue) noexcept;
+
+// Clears rows [lo, hi); the caller has the right to write them.
+lkv_status clear_rows(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi) noexcept;
+
+// Gives rows [0, hi) and some more pages, before they are written: a fault on each page costs six times the write.
+// The rows are `outer` runs, `outer_stride` bytes apart, with rows `row_stride` bytes apart.
+void populate_ahead(lkv_buffer *buffer, std::int64_t hi, std::int64_t outer, std::int64_t outer_stride,
+                    std::int64_t row_stride) noexcept;
+
+std::int64_t live_buffers() noexcept;
+
+}  // namespace lkv

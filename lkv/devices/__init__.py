@@ -1,0 +1,56 @@
+"""The devices that can hold a storage."""
+
+from __future__ import annotations
+
+from lkv.devices import cpu, cuda
+from lkv.devices.location import DeviceLocation
+from lkv.errors import ArgumentTypeError, DeviceUnavailableError
+
+__all__ = ["DeviceLocation", "available", "resolve"]
+
+_BACKENDS = {"cpu": cpu, "cuda": cuda}
+
+
+def resolve(device: object) -> DeviceLocation:
+    """Return the location that a device argument means, once it is known to be usable.
+
+    Parameters
+    ----------
+    device : str, DeviceLocation or torch.device
+        ``"cpu"``, ``"cuda:1"``, or any object with a ``type`` and an ``index``.
+
+    Raises
+    ------
+    DeviceUnavailableError
+        If the device is unknown, or cannot be used here; the message says what is missing.
+    ArgumentTypeError
+        If the argument is nothing that names a device.
+    """
+    location = _location(device)
+    backend = _BACKENDS.get(location.type)
+    if backend is None:
+        known = ", ".join(_BACKENDS)
+        raise DeviceUnavailableError(
+            f"device: expected one of {known}; got {str(location)!r}", expected=tuple(_BACKENDS), actual=location
+        )
+    backend.require(location)
+    return location
+
+
+def available() -> list[tuple[DeviceLocation, str]]:
+    """Return each known location with its description, or with ``"unavailable: "`` and the reason."""
+    return [entry for backend in _BACKENDS.values() for entry in backend.available()]
+
+
+def _location(device: object) -> DeviceLocation:
+    if isinstance(device, DeviceLocation):
+        return device
+    if isinstance(device, str):
+        return DeviceLocation.parse(device)
+    kind, index = getattr(device, "type", None), getattr(device, "index", None)
+    if isinstance(kind, str) and (index is None or type(index) is int):
+        return DeviceLocation.parse(kind if index is None else f"{kind}:{index}")
+    raise ArgumentTypeError(
+        f"device: expected a str such as 'cpu' or 'cuda:0', a DeviceLocation or a torch.device; got {device!r}",
+        actual=device,
+    )
