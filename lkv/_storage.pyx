@@ -27,6 +27,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 import atexit
 import importlib
 import sys
+import threading
 
 import numpy
 
@@ -40,6 +41,8 @@ include "_pyx/arrays.pxi"
 include "_pyx/views.pxi"
 include "_pyx/storage.pxi"
 include "_pyx/table.pxi"
+include "_pyx/devices.pxi"
+include "_pyx/functional.pxi"
 
 
 cdef int64_t monotonic_ns() noexcept:
@@ -125,6 +128,7 @@ def _end_process():
     """Wake all waiters for good: registered to run when the interpreter ends."""
     with nogil:
         process_end()
+        close_python()
 
 
 fill_dtype_tables()

@@ -66,7 +66,7 @@ def test_there_is_one_host():
 
 
 def test_an_unknown_device_is_refused_with_the_known_ones():
-    with pytest.raises(DeviceUnavailableError, match="expected one of cpu, cuda; got 'tpu:0'"):
+    with pytest.raises(DeviceUnavailableError, match="expected one of cpu, cuda, or a registered device; got 'tpu:0'"):
         resolve("tpu")
 
 

@@ -179,14 +179,10 @@ lkv_status adopt(lkv_buffer *buffer, LeaseQueue *queue) noexcept {
   queue->retain();
   buffer->epoch.store(queue->epoch(), std::memory_order_release);
   buffer->queue.store(queue, std::memory_order_release);
+  // One reference does not say one user: a thread that borrows it may be on its way into the old queue.
+  retired->next = buffer->retired;
+  buffer->retired = retired;
   old->release(request);
-  if (buffer->refs.load(std::memory_order_acquire) == 1) {  // nobody else can be looking at the old queue
-    old->release_ref();
-    delete retired;
-  } else {
-    retired->next = buffer->retired;
-    buffer->retired = retired;
-  }
   return LKV_OK;
 }
 

@@ -39,6 +39,7 @@ cdef extern from "device.hpp" nogil:
         char name[32]
         int32_t ordinal
         lkv_device_vtable table
+        void *context
     lkv_device *cpu "lkv::devices::cpu"() noexcept
     lkv_status device_find "lkv::devices::find"(const char *name, lkv_device **out) noexcept
 
@@ -107,7 +108,9 @@ cdef extern from "lease.hpp" nogil:
     cdef cppclass Handle "lkv_lease":
         atomic_u32 refs
         lkv_mode mode
+        lkv_buffer *buffer
         LeaseQueue *queue
+        Span rows
         Request request
         bint active() noexcept
         void retain() noexcept

@@ -16,13 +16,32 @@ cdef dict ERROR_CLASS = {
 }
 
 
-cdef object raise_status(lkv_status status, str what, object requested=None, object device="cpu"):
+# What a device written in Python raised last in a thread.
+cdef object LAST_CAUSE = threading.local()
+
+
+cdef object raise_status(lkv_status status, str what, object requested=None, lkv_device *device=NULL):
     text = core_error().decode("utf-8", "replace")
     if what:
         text = f"{what}: {text}"
+    cause = LAST_CAUSE.__dict__.pop("error", None) if status in (LKV_E_NOMEM, LKV_E_DEVICE) else None
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause  # Ctrl-C inside a device's method
     if status == LKV_E_NOMEM:
-        raise errors.OutOfMemoryError(text, device=str(device), requested=requested, free=free_bytes())
-    raise ERROR_CLASS.get(status, errors.LkvError)(text)
+        raise errors.OutOfMemoryError(text, device=None if device == NULL else str(location_of(device)),
+                                      requested=requested, free=free_on(device)) from cause
+    raise ERROR_CLASS.get(status, errors.LkvError)(text) from cause
+
+
+cdef object free_on(lkv_device *device):
+    cdef size_t free_now = 0, total = 0
+    if device == cpu():
+        return free_bytes()
+    if device == NULL or (<Device *>device).table.memory_info == NULL:
+        return None
+    if (<Device *>device).table.memory_info((<Device *>device).context, &free_now, &total) != LKV_OK:
+        return None
+    return free_now
 
 
 cdef int propagate() except -1:

@@ -2,19 +2,52 @@
 
 cdef extern from *:
     """
+    #include <atomic>
+    #include <pthread.h>
+    #include <unistd.h>
+
+    // The way into Python for a thread that may not have the GIL. Asking for the GIL of an ending interpreter ends the
+    // thread, so the way is closed before that, and who is inside is waited for. False: leave Python alone.
+    static std::atomic<int> lkv_inside{0};
+    static std::atomic<bool> lkv_closed{false};
+    static const int lkv_inside_child = pthread_atfork(nullptr, nullptr, [] { lkv_inside = 0; });
+
+    static inline bool lkv_enter_python(PyGILState_STATE *state) {
+      lkv_inside++;
+    #if PY_VERSION_HEX >= 0x030d0000
+      const bool lives = Py_IsInitialized() && !Py_IsFinalizing();
+    #else
+      const bool lives = Py_IsInitialized() && !_Py_IsFinalizing();
+    #endif
+      if (lives && (!lkv_closed || PyGILState_Check())) {
+        *state = PyGILState_Ensure();
+        return true;
+      }
+      lkv_inside--;
+      return false;
+    }
+
+    static inline void lkv_leave_python(PyGILState_STATE state) {
+      PyGILState_Release(state);
+      lkv_inside--;
+    }
+
+    static void lkv_close_python(void) {
+      (void)lkv_inside_child;
+      lkv_closed = true;
+      for (int i = 0; i < 1000 && lkv_inside > 0; i++) usleep(1000);
+    }
+
     // The last reference to a wrapped object may go in any thread, also in one without the GIL.
     static void lkv_drop_owner(void *owner) {
-    #if PY_VERSION_HEX >= 0x030d0000
-      if (!Py_IsInitialized() || Py_IsFinalizing()) return;
-    #else
-      if (!Py_IsInitialized() || _Py_IsFinalizing()) return;
-    #endif
-      PyGILState_STATE state = PyGILState_Ensure();
+      PyGILState_STATE state;
+      if (!lkv_enter_python(&state)) return;
       Py_DECREF((PyObject *)owner);
-      PyGILState_Release(state);
+      lkv_leave_python(state);
     }
     """
     void drop_owner "lkv_drop_owner"(void *owner) noexcept nogil
+    void close_python "lkv_close_python"() noexcept nogil
 
 
 cdef class Storage:
@@ -50,8 +83,7 @@ cdef class Storage:
         if self.buffer != NULL:
             raise TypeError("a Storage cannot be initialised twice")
         found = dtypes.DType.of(dtype)
-        location = devices.resolve(device)
-        make(self, shape, found, axis, find_device(location), LKV_HUGE_PAGES if huge_pages else 0, NULL, location)
+        make(self, shape, found, axis, find_device(devices.resolve(device)), LKV_HUGE_PAGES if huge_pages else 0)
 
     @staticmethod
     def wrap(array, *, axis=0, readonly=None):
@@ -98,17 +130,9 @@ cdef class Storage:
 
         The capsule's reference to the buffer is shared, not taken. The shape is ``(rows, row bytes)``, in elements.
         """
-        cdef Storage storage = Storage.__new__(Storage)
-        cdef Buffer *buffer
         if not PyCapsule_IsValid(capsule, "lkv.buffer"):
             raise errors.ArgumentTypeError("capsule: expected one named 'lkv.buffer'", actual=capsule)
-        buffer = <Buffer *>PyCapsule_GetPointer(capsule, "lkv.buffer")
-        width = buffer.row_bytes // dtype_info(buffer.dtype).itemsize
-        shape = (buffer.rows, width)
-        storage.shape = shape if width > 1 else shape[:1]
-        buffer.retain()
-        storage.buffer = <lkv_buffer *>buffer
-        return storage
+        return storage_of(<Buffer *>PyCapsule_GetPointer(capsule, "lkv.buffer"))
 
     def capsule(self):
         """Return a capsule ``"lkv.buffer"`` around the ``lkv_buffer *``, for C code; it holds a reference."""
@@ -335,7 +359,10 @@ cdef class Storage:
         cdef int64_t first = as_index(lo, "lo")
         cdef int64_t last = held(self).rows if hi is None else as_index(hi, "hi")
         check_rows(self, LKV_WRITE, first, last)
-        check(release_rows(self.buffer, first, last), "release_rows")
+        cdef lkv_status status
+        with nogil:
+            status = release_rows(self.buffer, first, last)
+        check(status, "release_rows")
 
     def __eq__(self, other):
         return isinstance(other, Storage) and self.buffer == (<Storage>other).buffer
@@ -350,16 +377,15 @@ cdef class Storage:
         return f"Storage({self.shape}, {self.dtype}, {self.device}, id {self.id}, version {self.version}{state})"
 
 
-cdef int make(Storage storage, object shape, object dtype, object axis, lkv_device *device, uint32_t flags,
-              lkv_buffer *queue_of, object location) except -1:
+cdef int make(Storage storage, object shape, object dtype, object axis, lkv_device *device,
+              uint32_t flags) except -1:
     cdef lkv_buffer_desc desc
     describe(storage, &desc, shape, dtype, axis)
     desc.device = device
     desc.flags = flags
-    desc.queue_of = queue_of
     cdef lkv_status status = create(&desc, &storage.buffer)
     if status != LKV_OK:
-        raise_status(status, "", desc.rows * desc.row_bytes, location)
+        raise_status(status, "", desc.rows * desc.row_bytes, device)
     return 0
 
 
@@ -387,6 +413,17 @@ cdef int adopt_memory(Storage storage, void *data, object shape, object dtype, o
     check(wrap(&desc, data, drop_owner, <void *>owner, &storage.buffer), "array")
     Py_INCREF(owner)
     return 0
+
+
+cdef Storage storage_of(Buffer *buffer):
+    """A Storage around a buffer that C code made, of which the shape is not known."""
+    cdef Storage storage = Storage.__new__(Storage)
+    width = buffer.row_bytes // dtype_info(buffer.dtype).itemsize
+    shape = (buffer.rows, width)
+    storage.shape = shape if width > 1 else shape[:1]
+    buffer.retain()
+    storage.buffer = <lkv_buffer *>buffer
+    return storage
 
 
 cdef Buffer *held(Storage storage) except NULL:
@@ -420,6 +457,19 @@ cdef class Lease(View):
         usable(self)
         check(downgrade(self.lease), "downgrade")
         self.read_only = True
+
+    @staticmethod
+    def from_capsule(capsule):
+        """Take the lease out of a capsule named ``"lkv.lease"``: what C code acquired becomes Python's to use and end.
+
+        The capsule's reference to the lease is shared, not taken. The shape is that of `Storage.from_capsule`.
+        """
+        cdef Handle *handle
+        if not PyCapsule_IsValid(capsule, "lkv.lease"):
+            raise errors.ArgumentTypeError("capsule: expected one named 'lkv.lease'", actual=capsule)
+        handle = <Handle *>PyCapsule_GetPointer(capsule, "lkv.lease")
+        handle.retain()
+        return lease_object(storage_of(<Buffer *>handle.buffer), <lkv_lease *>handle, handle.rows.lo, handle.rows.hi)
 
     def capsule(self):
         """Return a capsule ``"lkv.lease"`` around the ``lkv_lease *``, for C code; it holds a reference."""
@@ -492,7 +542,6 @@ cdef Lease make_lease(Storage storage, lkv_mode mode, object lo, object hi, obje
     cdef int64_t first = as_index(lo, "lo")
     cdef int64_t last = held(storage).rows if hi is None else as_index(hi, "hi")
     cdef int64_t timeout_ns = as_timeout(timeout)
-    cdef Lease lease
     cdef Handle *handle
     cdef lkv_status status
     check_rows(storage, mode, first, last)
@@ -517,15 +566,20 @@ cdef Lease make_lease(Storage storage, lkv_mode mode, object lo, object hi, obje
         discard(<lkv_lease *>handle)
         if status != LKV_E_CONFLICT:
             check(status)
-    lease = Lease.__new__(Lease)
-    lease.lease = <lkv_lease *>handle
+    return lease_object(storage, <lkv_lease *>handle, first, last)
+
+
+cdef inline Lease lease_object(Storage storage, lkv_lease *handle, int64_t lo, int64_t hi):
+    """The Lease around a handle, which it takes over."""
+    cdef Lease lease = Lease.__new__(Lease)
+    lease.lease = handle
     lease.buffer = storage.buffer
     (<Buffer *>storage.buffer).retain()
     lease.storage = storage
-    lease.lo = first
-    lease.hi = last
-    lease.read_only = mode == LKV_READ
-    shape_rows(lease, storage, first, last)
+    lease.lo = lo
+    lease.hi = hi
+    lease.read_only = (<Handle *>handle).mode == LKV_READ
+    shape_rows(lease, storage, lo, hi)
     return lease
 
 

@@ -218,6 +218,8 @@ cdef int usable(View view) except -1:
     if view.lease != NULL and not (<Handle *>view.lease).active():
         raise errors.LeaseEndedError("the lease has ended; arrays exported before are memory-safe, but no longer "
                                      "protected from writers")
+    if view.lease != NULL and (<Handle *>view.lease).mode == LKV_READ:
+        view.read_only = True  # C code may have downgraded it
     return 0
 
 

@@ -109,9 +109,7 @@ class KvCache(PersistentCache):
         return cache
 
     @staticmethod
-    def bytes_required(
-        n_layers: int, n_kv_heads: int, head_dim: int, max_seq_len: int, dtype: Any = "bfloat16"
-    ) -> int:
+    def bytes_required(n_layers: int, n_kv_heads: int, head_dim: int, max_seq_len: int, dtype: Any = "bfloat16") -> int:
         """Return the bytes that `with_capacity` would allocate, exactly; allocates nothing."""
         counts = {"n_layers": n_layers, "n_kv_heads": n_kv_heads, "head_dim": head_dim, "max_seq_len": max_seq_len}
         dims = [check_count(value, name, 1) for name, value in counts.items()]

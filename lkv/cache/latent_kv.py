@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from lkv._storage import Storage, View
 from lkv.cache.persistent import PersistentCache, Place, layer_set
@@ -44,7 +44,7 @@ class LatentKvCache(PersistentCache):
         *,
         slots: Sequence[SlotSpec] | None = None,
         layers: Iterable[int] | None = None,
-        layout: Literal["separate", "packed"] = "separate",
+        layout: str = "separate",
         huge_pages: bool = False,
     ) -> Self:
         """Allocate a cache.

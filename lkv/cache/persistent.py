@@ -166,9 +166,11 @@ class PersistentCache(SlotTable):
                 raise ArgumentTypeError(f"rows: expected integers, got {index.dtype}", actual=index.dtype)
             index = index.astype(np.int64)
         with self.read(layer, timeout) as view:
-            if index.size and not (0 <= index.min() and index.max() < view.hi):
+            if index.size and not (index.min() >= 0 and index.max() < view.hi):
                 bad = index.min() if index.min() < 0 else index.max()
-                raise LayerIndexError(f"rows: expected 0 to {view.hi - 1}, got {bad}", expected=(0, view.hi), actual=bad)
+                raise LayerIndexError(
+                    f"rows: expected 0 to {view.hi - 1}, got {bad}", expected=(0, view.hi), actual=bad
+                )
             return tuple(np.take(array, index, axis=self._row_axis) for array in view.numpy())
 
     def rebind_location(self) -> DeviceLocation | None:
@@ -187,11 +189,14 @@ class PersistentCache(SlotTable):
 
     def _layer(self, layer: int) -> tuple[LatentSlot, ...] | None:
         storages = [self.slot_storage(layer, slot) for slot in range(self.n_slots)]
-        return tuple(
-            LatentSlot(storage, self._layout(slot), self.slot_version(layer, slot), storage.device)
-            for slot, storage in enumerate(storages)
-            if storage is not None
-        ) or None
+        return (
+            tuple(
+                LatentSlot(storage, self._layout(slot), self.slot_version(layer, slot), storage.device)
+                for slot, storage in enumerate(storages)
+                if storage is not None
+            )
+            or None
+        )
 
     def __repr__(self) -> str:
         populated = sum(self._populated(layer) for layer in range(self.n_layers))

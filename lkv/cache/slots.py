@@ -53,9 +53,7 @@ class Layers(Sequence["tuple[LatentSlot, ...] | None"]):
     def __getitem__(self, index: int) -> tuple[LatentSlot, ...] | None: ...
     @overload
     def __getitem__(self, index: slice) -> list[tuple[LatentSlot, ...] | None]: ...
-    def __getitem__(
-        self, index: int | slice
-    ) -> tuple[LatentSlot, ...] | None | list[tuple[LatentSlot, ...] | None]:
+    def __getitem__(self, index: int | slice) -> tuple[LatentSlot, ...] | list[tuple[LatentSlot, ...] | None] | None:
         if isinstance(index, slice):
             return [self._cache._layer(layer) for layer in range(len(self))[index]]
         return self._cache._layer(check_index(index, len(self), "layer"))

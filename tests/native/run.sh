@@ -49,7 +49,7 @@ address() {
 
 valgrind() {
     build valgrind -O1
-    run valgrind 2 env valgrind --quiet --error-exitcode=9 --leak-check=full --fair-sched=yes
+    arguments=-single run valgrind 2 valgrind --quiet --error-exitcode=9 --leak-check=full --fair-sched=yes
 }
 
 coverage() {

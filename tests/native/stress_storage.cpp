@@ -9,6 +9,7 @@
 #include "api.hpp"
 #include "check.hpp"
 #include "dlpack_abi.h"
+#include "lease.hpp"
 #include "storage.hpp"
 
 using lkv::api;
@@ -127,13 +128,15 @@ void the_last_of_buffer_lease_and_tensors_frees_the_memory_once() {
 void many_claims_of_a_length_have_one_winner() {
   const int rounds = scaled(20'000);
   lkv_buffer *buffer = create(rounds, 1);
-  std::atomic<int> wins{0};
-  in_threads(n_threads, [&](int) {
+  std::atomic<int> wins{0}, arrived{0};
+  in_threads(2, [&](int) {
     for (int i = 0; i < rounds; i++) {
       const lkv_status status = api.buffer_claim(buffer, i, i + 1);
       CHECK(status == LKV_OK || status == LKV_E_CONFLICT);
-      wins += status == LKV_OK;
-      while (info(buffer).claimed <= i) std::this_thread::yield();
+      arrived++;
+      if (status == LKV_OK) wins++;
+      for (int spins = 0; arrived < 2 * (i + 1); spins++)
+        if (spins > 500) std::this_thread::yield();
     }
   });
   CHECK(wins == rounds && info(buffer).claimed == rounds);
@@ -240,47 +243,66 @@ void rows_in_use_are_not_released() {
   api.buffer_release(buffer);
 }
 
-// Leases stay exclusive while the buffer moves from queue to queue under them, each with an epoch of its own.
-void adoption_never_lets_two_writers_in() {
-  const int rounds = scaled(3'000);
-  lkv_buffer *buffer = create(4, 8);
-  lkv::LeaseQueue *queues[3];
-  for (int i = 0; i < 3; i++) {
-    queues[i] = new lkv::LeaseQueue;
-    for (int k = 0; k < i; k++) queues[i]->next_epoch();
-  }
-  std::atomic<bool> stop{false};
-  std::atomic<int> inside{0}, adopted{0};
-  std::vector<std::thread> adopters;
-  for (int t = 0; t < 2; t++)
-    adopters.emplace_back([&, t] {
-      for (int i = t; !stop && adopted < 2'000; i++) {
-        adopted += lkv::adopt(buffer, queues[i % 3]) == LKV_OK;
-        if (i % 8 == 0) api.buffer_release_rows(buffer, 0, 4);
-        std::this_thread::yield();
+// Leases stay exclusive while two threads try to move the buffer to queues with epochs of their own. One of them does.
+void adoption_happens_once_and_never_lets_two_writers_in() {
+  lkv::LeaseQueue *queues[2];
+  for (auto &queue : queues) queue = new lkv::LeaseQueue;
+  queues[0]->next_epoch();
+  for (int round = scaled(400); round > 0; round--) {
+    lkv_buffer *buffer = create(4, 8);
+    std::atomic<int> inside{0}, adopted{0};
+    in_threads(4, [&](int t) {
+      for (int i = 0; i < 20; i++) {
+        if (t < 2) {
+          if (lkv::adopt(buffer, queues[t]) == LKV_OK) {
+            adopted++;
+            return;
+          }
+          api.buffer_release_rows(buffer, 0, 4);
+          std::this_thread::yield();
+          continue;
+        }
+        lkv_lease *lease;
+        CHECK_OK(api.lease_acquire(buffer, LKV_WRITE, 0, 4, LKV_FOREVER, &lease));
+        CHECK(inside.fetch_add(1) == 0);
+        static_cast<char *>(info(buffer).data)[0]++;
+        CHECK(inside.fetch_sub(1) == 1);
+        api.lease_release(lease);
       }
     });
-  in_threads(3, [&](int) {
-    for (int i = 0; i < rounds; i++) {
-      lkv_lease *lease;
-      CHECK_OK(api.lease_acquire(buffer, LKV_WRITE, 0, 4, LKV_FOREVER, &lease));
-      CHECK(inside.fetch_add(1) == 0);
-      static_cast<char *>(info(buffer).data)[0]++;
-      CHECK(inside.fetch_sub(1) == 1);
-      api.lease_release(lease);
-    }
-  });
-  stop = true;
-  for (auto &adopter : adopters) adopter.join();
-  CHECK_OK(lkv::adopt(buffer, queues[0]));
-  CHECK_OK(lkv::adopt(buffer, queues[0]));
+    CHECK(adopted <= 1);
+    if (!adopted) CHECK_OK(lkv::adopt(buffer, queues[0]));
+    lkv::LeaseQueue *home = buffer->queue;
+    CHECK_OK(lkv::adopt(buffer, home));
+    CHECK_FAILS(LKV_E_EXISTS, lkv::adopt(buffer, queues[home == queues[0]]));
+    api.buffer_release(buffer);
+  }
+  for (auto *queue : queues) queue->release_ref();
+}
+
+void a_lease_on_its_way_into_the_queue_of_before_is_asked_for_again() {
+  auto *queue = new lkv::LeaseQueue;
+  lkv_buffer *buffer = create(4, 8);
+  lkv_lease *lease = lkv::new_lease(buffer, LKV_WRITE, 0, 4);
+  CHECK_OK(lkv::adopt(buffer, queue));
+  CHECK_OK(lease->queue->acquire(lease->request, LKV_TRY));
+  CHECK(lkv::check_granted(lease) == LKV_E_CONFLICT);
+  lease->queue->release(lease->request);
+  lkv::discard(lease);
+  api.buffer_release(buffer);
+  queue->release_ref();
+}
+
+void rows_that_are_leased_are_not_adopted() {
+  auto *queue = new lkv::LeaseQueue;
+  lkv_buffer *buffer = create(4, 8);
   lkv_lease *lease;
   CHECK_OK(api.lease_acquire(buffer, LKV_READ, 0, 1, LKV_TRY, &lease));
-  CHECK(lkv::adopt(buffer, queues[1]) == LKV_E_TIMEOUT);
+  CHECK_FAILS(LKV_E_TIMEOUT, lkv::adopt(buffer, queue));
   api.lease_release(lease);
-  for (auto *queue : queues) queue->release_ref();
-  CHECK(adopted > 0);
+  CHECK_OK(lkv::adopt(buffer, queue));
   api.buffer_release(buffer);
+  queue->release_ref();
 }
 
 void buffers_of_one_queue_exclude_each_other_and_outlive_the_first() {
@@ -339,7 +361,9 @@ int main() {
   RUN(a_reader_sees_whole_writes);
   RUN(released_rows_are_zeros_and_only_those);
   RUN(rows_in_use_are_not_released);
-  RUN(adoption_never_lets_two_writers_in);
+  RUN(adoption_happens_once_and_never_lets_two_writers_in);
+  RUN(a_lease_on_its_way_into_the_queue_of_before_is_asked_for_again);
+  RUN(rows_that_are_leased_are_not_adopted);
   RUN(buffers_of_one_queue_exclude_each_other_and_outlive_the_first);
   RUN(a_poisoned_write_stops_readers_until_it_is_cleared);
   RUN(ids_are_never_given_twice);

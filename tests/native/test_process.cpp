@@ -134,7 +134,7 @@ void the_end_wakes_every_waiter_and_releases_stay_safe() {
 
 int main(int, char **argv) {
   RUN(a_child_may_drop_what_it_inherited_but_not_lease_it);
-  // ThreadSanitizer's own locks do not survive a fork of a process with threads.
+  // What other threads owned at a fork is lost in the child, and ThreadSanitizer's own locks too.
   if (!argv[1] || argv[1][0] != '-') RUN(a_fork_in_the_middle_of_everything_never_hangs_the_child);
   RUN(the_end_wakes_every_waiter_and_releases_stay_safe);
 }

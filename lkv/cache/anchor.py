@@ -1,0 +1,71 @@
+"""What an anchor array says of a functional cache: where its memory is, and what kind of arrays it hands back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lkv._storage import Storage, View
+from lkv.devices import DeviceLocation, resolve
+from lkv.errors import ArgumentTypeError
+
+__all__ = ["ArrayKind", "anchored"]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayKind:
+    """One library's arrays.
+
+    Attributes
+    ----------
+    name : str
+        What the library is called.
+    accepts : callable
+        Whether an object is one of its arrays; must not import the library.
+    device : callable
+        The anchor's device, in any form that `lkv.devices.resolve` takes.
+    from_view : callable
+        Turns a `View` into an array over the same memory.
+    """
+
+    name: str
+    accepts: Callable[[object], bool]
+    device: Callable[[Any], object]
+    from_view: Callable[[View], Any]
+
+
+def _is_torch(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+_KINDS = (
+    ArrayKind("numpy", lambda value: isinstance(value, np.ndarray), lambda anchor: "cpu", View.numpy),
+    ArrayKind("lkv", lambda value: isinstance(value, (View, Storage)), lambda anchor: anchor.device, lambda view: view),
+    ArrayKind("torch", _is_torch, lambda anchor: anchor.device, View.torch),
+)
+
+
+def anchored(anchor: object) -> tuple[ArrayKind, DeviceLocation]:
+    """Return the kind of an anchor and the location of its memory.
+
+    Raises
+    ------
+    ArgumentTypeError
+        If it is no array of a known library.
+    DeviceUnavailableError
+        If lkv cannot allocate where it is.
+    """
+    for kind in _KINDS:
+        if kind.accepts(anchor):
+            return kind, resolve(kind.device(anchor))
+    raise ArgumentTypeError(
+        "anchor: expected a numpy.ndarray, a torch.Tensor, or a View, Lease or Storage of lkv; "
+        f"got {type(anchor).__name__}",
+        expected=tuple(kind.name for kind in _KINDS),
+        actual=anchor,
+    )
