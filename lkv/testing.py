@@ -9,7 +9,7 @@ Subclass `DeviceConformance` under pytest, or call `check_device`::
 from __future__ import annotations
 
 import threading
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -169,7 +169,7 @@ def check_device(location: str, *, more_than_it_has: int = DeviceConformance.mor
     return names
 
 
-def _rows(cache: LatentKvCache | KvCache, layer: int, slot: int) -> np.ndarray:  # type: ignore[type-arg]
+def _rows(cache: LatentKvCache | KvCache, layer: int, slot: int) -> np.ndarray[Any, Any]:
     """All rows of a slot, by way of the host."""
     seen = cache.layers[layer]
     assert seen is not None

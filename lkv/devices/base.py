@@ -78,6 +78,7 @@ class Device(ABC):
 
     def synchronize(self, stream: int) -> None:
         """Return once the earlier work of `stream` is done."""
+        raise NotImplementedError
 
     def current_stream(self) -> int:
         """Return the stream that the calling thread works on."""
