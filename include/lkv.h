@@ -2,17 +2,27 @@
  *
  * C11 and C++17; Python.h is not needed. All functions live in one const table, `lkv_api`, that a program gets
  *   - in a C or C++ extension module: include Python.h first, then call lkv_import(LKV_ABI_MINOR);
- *   - in Cython: `cimport lkv._storage`;
- *   - elsewhere (Rust, Zig, Go, a plain C library): from its host, as the address lkv_import() or the capsule
- *     "lkv._storage._C_API" gave it.
+ *   - in Cython: `cimport lkv._storage`, which has the same lkv_import();
+ *   - elsewhere (Rust, Zig, Go, a plain C library): from its host, as an address. Python code reads it from the capsule
+ *     `lkv._storage._C_API` with PyCapsule_GetPointer(capsule, LKV_CAPSULE_NAME), which ctypes.pythonapi has too. Such
+ *     a program compares abi_major, abi_minor and struct_size itself, as lkv_import() does.
  *
  * Conventions that hold for every function unless its comment says otherwise
- *   - It returns an lkv_status. On failure a message is in thread-local text, last_error(), and outputs are NULL.
+ *   - It returns an lkv_status. On failure a message is in thread-local text, last_error(), nothing was changed, and
+ *     outputs are NULL. A success leaves the message alone.
  *   - Outputs come last. A non-NULL object output is a new reference that the caller must release.
- *   - Arguments are borrowed for the time of the call.
- *   - Thread rule: it may be called from any thread, with or without Python's GIL, and never takes the GIL, unless
- *     the device of the buffer is one that was written in Python.
- *   - Releases accept NULL and cannot fail.
+ *   - Arguments are borrowed for the time of the call. Objects stay valid as long as the caller holds a reference.
+ *   - A NULL argument, or a number out of its domain, is LKV_E_INVALID. Releases accept NULL and cannot fail.
+ *   - A struct that is passed in or filled says its size first; members past that size are neither read nor written.
+ *   - Thread rule ("any thread"): it may be called from any thread, with or without Python's GIL, several at once, also
+ *     on the same object. It does not block and does not take the GIL. Exceptions to both are said: "may wait" is for
+ *     leases, and a thread that holds the GIL must not wait for rows that another thread will only give back with the
+ *     GIL. The GIL is taken (by lkv, for a moment) only when the buffer's device is one that was written in Python, or
+ *     when the last reference goes to memory that belongs to a Python object (`Storage.wrap`).
+ *   - In a child of fork(), objects of before the fork can be released and asked for info; leases of them and access to
+ *     their rows are LKV_E_FORKED.
+ *   - After the interpreter has ended, all of it still works, but a wait is LKV_E_SHUTDOWN, and memory that belongs to
+ *     Python objects is no longer given back.
  *
  * Rows are half-open ranges [lo, hi) of token positions. Times are nanoseconds.
  */
@@ -77,8 +87,8 @@ enum { LKV_READ = 0, LKV_WRITE = 1 };
 typedef int32_t lkv_copy_kind;
 enum { LKV_HOST_TO_DEVICE = 1, LKV_DEVICE_TO_HOST = 2, LKV_DEVICE_TO_DEVICE = 3 };
 
-#define LKV_FOREVER ((int64_t)-1) /* timeout: wait without bound */
-#define LKV_TRY ((int64_t)0)      /* timeout: do not wait */
+#define LKV_FOREVER (INT64_C(-1)) /* timeout: wait without bound */
+#define LKV_TRY (INT64_C(0))      /* timeout: do not wait */
 
 typedef struct lkv_buffer lkv_buffer; /* a storage: reference-counted rows on one device */
 typedef struct lkv_lease lkv_lease;   /* a held right to read or write some of its rows */
@@ -184,85 +194,103 @@ typedef struct lkv_api {
   uint32_t abi_minor;
   size_t struct_size; /* of the library's table: members past it do not exist, see LKV_HAS */
 
-  /* A status as its name, "LKV_E_NOMEM". Static text. */
+  /* A status as its name, "LKV_E_NOMEM"; "LKV_E_UNKNOWN" for another number. Static text. Any thread. */
   const char *(*status_name)(lkv_status status);
-  /* The message of the calling thread's last failure, "" if none. Valid until this thread's next failing call. */
+  /* The message of the calling thread's last failure, "" if none. Owned by lkv, valid until this thread's next failing
+   * call. Any thread, each has its own. */
   const char *(*last_error)(void);
-  /* Sets that message: for the entries of an lkv_device_vtable. The text is copied. */
+  /* Sets that message: for the entries of an lkv_device_vtable. The text is copied; NULL empties it. Any thread. */
   void (*set_error)(const char *message);
 
-  /* Adds a device, e.g. ("cuda", 0). The table is copied; `ctx` is kept and passed to every entry, and must live until
-   * the process ends, as does the device. LKV_E_EXISTS when (name, ordinal) is taken. */
+  /* Adds a device, e.g. ("npu", 0). Name and table are copied; `ctx` is kept and passed to every entry, and must live
+   * until the process ends, as does the device: the output is borrowed. LKV_E_EXISTS when (name, ordinal) is taken. Any
+   * thread. */
   lkv_status (*device_register)(const char *name, int32_t ordinal, const lkv_device_vtable *vtable, void *ctx,
                                 lkv_device **out);
-  /* "cpu", "cuda:1"; a missing ordinal is 0. The output is borrowed and lives until the process ends. */
+  /* "cpu", "cuda:1"; a missing ordinal is 0. The output is borrowed and lives until the process ends.
+   * LKV_E_NOT_FOUND. Any thread. */
   lkv_status (*device_find)(const char *name, lkv_device **out);
-  /* Returns once all work that was queued on `stream` of `device` is done. May block. */
+  /* Returns once all work that was queued on `stream` of `device` is done. Any thread; may block in the device. */
   lkv_status (*device_sync)(lkv_device *device, void *stream);
 
-  /* A new storage full of zeros, version 0. LKV_E_INVALID for sizes that do not fit, LKV_E_NOMEM. */
+  /* A new storage full of zeros, version 0; the caller owns the reference. LKV_E_INVALID for sizes that do not fit,
+   * LKV_E_NOMEM. Any thread. */
   lkv_status (*buffer_create)(const lkv_buffer_desc *desc, lkv_buffer **out);
   /* A storage over memory of the caller's that stays valid until `deleter(ctx)` is called: once, when the last
-   * reference and the last export are gone, from whatever thread drops them, possibly while the process ends.
-   * `deleter` may be NULL. On failure it is not called. */
+   * reference and the last export are gone, from whatever thread drops them, with or without the GIL, possibly while
+   * the process ends. `deleter` may be NULL. On failure it is not called, and the memory stays the caller's. Any
+   * thread. */
   lkv_status (*buffer_wrap)(const lkv_buffer_desc *desc, void *data, void (*deleter)(void *ctx), void *ctx,
                             lkv_buffer **out);
+  /* Adds a reference, which somebody must release. The caller has one already. Any thread. */
   void (*buffer_retain)(lkv_buffer *buffer);
-  /* Drops one reference. The memory goes with the last one; leases and exports hold references of their own. */
+  /* Drops one reference, which must not be used again. The memory goes with the last one; leases and exports hold
+   * references of their own. Any thread; may take the GIL (see above). */
   void (*buffer_release)(lkv_buffer *buffer);
+  /* Describes a buffer as it is now. The device in it is borrowed and lives for ever. Any thread. */
   lkv_status (*buffer_info)(const lkv_buffer *buffer, lkv_buffer_info *out);
-  /* Says that the content changed in a way the library did not see (a kernel through a raw pointer). */
+  /* Says that the content changed in a way the library did not see (a kernel through a raw pointer). Any thread. */
   lkv_status (*buffer_bump_version)(lkv_buffer *buffer);
 
   /* Waits at most `timeout` ns (LKV_TRY, LKV_FOREVER) for the right to read or write rows [lo, hi). Requests are
-   * granted in order of arrival; those that do not conflict never wait for each other. May block: do not call it with
-   * a timeout while holding the GIL. LKV_E_TIMEOUT; LKV_E_DEADLOCK at once when waiting for ever for rows that this
-   * thread leases itself; LKV_E_POISONED for a read; LKV_E_FORKED; LKV_E_SHUTDOWN. The lease holds a reference to the
-   * buffer. */
+   * granted in order of arrival; those that do not conflict never wait for each other. LKV_E_TIMEOUT; LKV_E_DEADLOCK at
+   * once when waiting for ever for rows that this thread leases itself; LKV_E_POISONED for a read; LKV_E_READ_ONLY for
+   * a write; LKV_E_FORKED; LKV_E_SHUTDOWN. The caller owns the lease, which holds a reference to the buffer. Any
+   * thread; may wait, so do not hold the GIL unless `timeout` is LKV_TRY. */
   lkv_status (*lease_acquire)(lkv_buffer *buffer, lkv_mode mode, int64_t lo, int64_t hi, int64_t timeout,
                               lkv_lease **out);
+  /* Adds a reference, which somebody must release. The caller has one already. Any thread. */
   void (*lease_retain)(lkv_lease *lease);
-  /* Drops one reference; the right ends with the last one (exports made from the lease hold references), or before by
-   * lease_end(). Any thread may do it. */
+  /* Drops one reference, which must not be used again; the right ends with the last one (exports made from the lease
+   * hold references), or before by lease_end(). Any thread, not only the one that acquired; may take the GIL. */
   void (*lease_release)(lkv_lease *lease);
   /* Ends the right now; the handle stays valid, and so does the memory, until released. A write lease's end moves the
-   * buffer's version by one. Ending twice is harmless. */
+   * buffer's version by one. Ending twice is harmless. Any thread. */
   void (*lease_end)(lkv_lease *lease);
-  /* lease_end() of a write that failed half-way, then lease_release(): poisons the buffer, does not move its version. */
+  /* lease_end() of a write that failed half-way, then lease_release(): poisons the buffer, does not move its version.
+   * Any thread; may take the GIL. */
   void (*lease_release_poisoned)(lkv_lease *lease);
-  /* Turns a write lease into a read lease of the same rows, without a gap; moves the version. */
+  /* Turns a write lease into a read lease of the same rows, without a gap; moves the version. LKV_E_INVALID for a read
+   * lease. Any thread. */
   lkv_status (*lease_downgrade)(lkv_lease *lease);
-  /* LKV_E_ENDED after the end. */
+  /* Where the leased rows are. The address is good until the right ends. LKV_E_ENDED after that. Any thread. */
   lkv_status (*lease_data)(const lkv_lease *lease, lkv_lease_span *out);
+  /* Says that the content is good again, usually after writing it anew. Any thread. */
   lkv_status (*buffer_clear_poison)(lkv_buffer *buffer);
 
   /* Bytes between two held leases, from `src_offset` within the source's leased rows to `dst_offset` within the
-   * destination's. Between devices too, if one of the two can reach the other or either is the host. */
+   * destination's; the two may overlap on the CPU. Between devices too, through host memory where neither reaches the
+   * other. A failure of the device poisons the destination. Any thread. */
   lkv_status (*copy)(lkv_lease *dst, size_t dst_offset, const lkv_lease *src, size_t src_offset, size_t nbytes);
-  /* `height` runs of `width` bytes, a pitch apart. */
+  /* copy() of `height` runs of `width` bytes, a pitch (at least the width) apart. Any thread. */
   lkv_status (*copy_2d)(lkv_lease *dst, size_t dst_offset, size_t dst_pitch, const lkv_lease *src, size_t src_offset,
                         size_t src_pitch, size_t width, size_t height);
+  /* Clears bytes of leased rows. A failure of the device poisons the buffer. Any thread. */
   lkv_status (*fill_zero)(lkv_lease *lease, size_t offset, size_t nbytes);
+  /* Copies bytes of leased rows to host memory, complete when this returned. Any thread. */
   lkv_status (*read_host)(const lkv_lease *lease, size_t offset, void *dst, size_t nbytes);
-  /* The source may be overwritten once this returned. LKV_E_READ_ONLY through a read lease. */
+  /* Copies host memory, which may be overwritten once this returned, to leased rows. LKV_E_READ_ONLY through a read
+   * lease. A failure of the device poisons the buffer. Any thread. */
   lkv_status (*write_host)(lkv_lease *lease, size_t offset, const void *src, size_t nbytes);
 
-  /* A DLPack 1.x tensor over leased rows; flagged read-only when the lease is. It holds the memory, and a lease nobody
-   * ended, until its deleter is called: from any thread, without the GIL, also while the interpreter ends. */
+  /* A DLPack 1.x tensor over leased rows; flagged read-only when the lease is. The description is copied. The caller
+   * owns the tensor, which holds the memory, and a lease nobody ended, until its deleter is called: from any thread,
+   * without the GIL, also while the interpreter ends. Any thread. */
   lkv_status (*lease_to_dlpack)(lkv_lease *lease, const lkv_tensor_desc *desc, struct DLManagedTensorVersioned **out);
 
-  /* A new allocation id: process-unique, never 0. */
+  /* A new allocation id: process-unique, never 0. Cannot fail. Any thread. */
   uint64_t (*alloc_id_next)(void);
 
   /* Moves the claimed length of `buffer` from `expected` to `claimed` rows in one step, or LKV_E_CONFLICT: how branches
-   * that share a storage agree on who extends it in place. */
+   * that share a storage agree on who extends it in place. Any thread. */
   lkv_status (*buffer_claim)(lkv_buffer *buffer, int64_t expected, int64_t claimed);
   /* Gives whole pages inside rows [lo, hi) back to the OS and leaves zeros in all of these rows. Takes a write lease
-   * itself, without waiting: LKV_E_TIMEOUT when the rows are in use. */
+   * itself, without waiting: LKV_E_TIMEOUT when the rows are in use. Any thread. */
   lkv_status (*buffer_release_rows)(lkv_buffer *buffer, int64_t lo, int64_t hi);
 } lkv_api;
 
-/* Is `member` in the table that `api` points to? (A table of an older library is shorter.) */
+/* Is `member` in the table that `api` points to? A table of an older library is shorter: check what came after the
+ * minor version that lkv_import() was given. */
 #define LKV_HAS(api, member) \
   ((api)->struct_size >= offsetof(lkv_api, member) + sizeof((api)->member))
 
@@ -270,14 +298,18 @@ typedef struct lkv_api {
 } /* extern "C" */
 #endif
 
-/* With Python.h: the table, or NULL with an ImportError set that names both versions. Needs the GIL. The table lives
- * until the process ends. */
+/* With Python.h: the table, or NULL with an exception set: an ImportError that names both versions when the library is
+ * another major version, or a lower minor one than `minor`. Needs the GIL. The table lives until the process ends. */
 #ifdef Py_PYTHON_H
 static inline const lkv_api *lkv_import(uint32_t minor) {
-  const lkv_api *api = (const lkv_api *)PyCapsule_Import(LKV_CAPSULE_NAME, 0);
+#ifdef __cplusplus
+  const lkv_api *api = static_cast<const lkv_api *>(PyCapsule_Import(LKV_CAPSULE_NAME, 0));
+#else
+  const lkv_api *api = PyCapsule_Import(LKV_CAPSULE_NAME, 0);
+#endif
   if (api != NULL && (api->abi_major != LKV_ABI_MAJOR || api->abi_minor < minor)) {
-    PyErr_Format(PyExc_ImportError, "lkv: compiled for C ABI %u.%u, the installed library has %u.%u",
-                 (unsigned)LKV_ABI_MAJOR, (unsigned)minor, (unsigned)api->abi_major, (unsigned)api->abi_minor);
+    PyErr_Format(PyExc_ImportError, "lkv: compiled for C ABI %d.%u, the installed library has %u.%u",
+                 LKV_ABI_MAJOR, minor, api->abi_major, api->abi_minor);
     return NULL;
   }
   return api;

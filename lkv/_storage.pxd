@@ -151,7 +151,10 @@ cdef extern from "lkv.h":
 
 cdef class View:
     cdef lkv_buffer *buffer
-    cdef lkv_lease *lease
+    cdef lkv_lease *lease     # holds the buffer too, when it is a lease of this one
+    cdef Storage storage      # of a Lease, as are lo and hi: here, so that both types share a free list
+    cdef int64_t lo
+    cdef int64_t hi
     cdef char *data
     cdef readonly int ndim
     cdef lkv_dtype code
@@ -162,9 +165,7 @@ cdef class View:
 
 
 cdef class Lease(View):
-    cdef readonly Storage storage
-    cdef readonly int64_t lo
-    cdef readonly int64_t hi
+    pass
 
 
 cdef class Storage:

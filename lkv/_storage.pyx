@@ -4,6 +4,9 @@
 cimport cython
 cimport numpy as cnp
 from cpython.buffer cimport (
+    PyBUF_ANY_CONTIGUOUS,
+    PyBUF_C_CONTIGUOUS,
+    PyBUF_F_CONTIGUOUS,
     PyBUF_FORMAT,
     PyBUF_FULL_RO,
     PyBUF_ND,
@@ -14,12 +17,13 @@ from cpython.buffer cimport (
     PyObject_GetBuffer,
 )
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from cpython.exc cimport PyErr_CheckSignals, PyErr_Occurred, PyErr_SetObject
+from cpython.exc cimport PyErr_Clear, PyErr_CheckSignals, PyErr_Occurred, PyErr_SetObject
+from cpython.list cimport PyList_AsTuple
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from cpython.object cimport PyObject, Py_TYPE
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New, PyCapsule_SetName
 from cpython.ref cimport Py_DECREF, Py_INCREF
-from cpython.tuple cimport PyTuple_GET_SIZE
+from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE, PyTuple_New, PyTuple_SET_ITEM
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
@@ -37,8 +41,10 @@ cnp.import_array()
 
 include "_pyx/externs.pxi"
 include "_pyx/status.pxi"
+include "_pyx/interpreter.pxi"
 include "_pyx/arrays.pxi"
 include "_pyx/views.pxi"
+include "_pyx/streams.pxi"
 include "_pyx/storage.pxi"
 include "_pyx/table.pxi"
 include "_pyx/devices.pxi"

@@ -17,9 +17,10 @@ void populate(void *data, std::size_t nbytes) noexcept;
 // Whole pages inside [data, data + nbytes) go back to the OS, the rest is cleared: all of it reads as zeros.
 void clear_pages(void *data, std::size_t nbytes) noexcept;
 
-// `height` runs of `width` bytes, in this order. Only a contiguous copy is right for ranges that overlap.
+// `height` runs of `width` bytes, in this order. Only a contiguous copy is right for ranges that overlap. `fresh`: the
+// kernel has just made the destination's pages, or makes them now, and the zeros it puts there are in the cache.
 void copy_2d(void *dst, std::size_t dst_pitch, const void *src, std::size_t src_pitch, std::size_t width,
-             std::size_t height) noexcept;
+             std::size_t height, bool fresh = false) noexcept;
 
 // Host memory that storages may take together; allocations past it fail with LKV_E_NOMEM. SIZE_MAX: no limit.
 void set_limit(std::size_t nbytes) noexcept;

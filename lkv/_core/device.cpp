@@ -143,7 +143,9 @@ lkv_status lkv_device::fill_zero(void *data, std::size_t nbytes) noexcept {
     std::memset(data, 0, nbytes);
     return LKV_OK;
   }
-  return explained(*this, "fill_zero", [&]() noexcept { return table.fill_zero(context, data, nbytes, current_stream()); });
+  return explained(*this, "fill_zero", [&]() noexcept {
+    return table.fill_zero(context, data, nbytes, current_stream());
+  });
 }
 
 lkv_status lkv_device::sync(void *stream) noexcept {

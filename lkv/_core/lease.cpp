@@ -194,15 +194,18 @@ lkv_status write_host(lkv_lease *lease, std::size_t offset, const void *src, std
   if (lkv_status status = check_span("write_host", lease, offset, 0, nbytes, 1, true)) return status;
   if (!src && nbytes) return fail(LKV_E_INVALID, "write_host: src is NULL");
   if (!nbytes) return LKV_OK;
-  return poison_on_failure(
-      lease->buffer->device->copy_2d(LKV_HOST_TO_DEVICE, leased_data(lease) + offset, nbytes, src, nbytes, nbytes, 1),
-      lease->buffer);
+  lkv_buffer *const buffer = lease->buffer;
+  char *const to = leased_data(lease) + offset;
+  if (buffer->device->is_cpu()) {
+    cpu::copy_2d(to, nbytes, src, nbytes, nbytes, 1, first_touch(buffer, to - buffer->data, nbytes));
+    return LKV_OK;
+  }
+  return poison_on_failure(buffer->device->copy_2d(LKV_HOST_TO_DEVICE, to, nbytes, src, nbytes, nbytes, 1), buffer);
 }
 
 }  // namespace lkv
 
-void lkv_lease::end(bool poison) noexcept {
-  const Right had = right.exchange(Right::ended, std::memory_order_acq_rel);
+void lkv_lease::finish(Right had, bool poison) noexcept {
   if (had == Right::ended) return;
   if (buffer && had == Right::writing) {
     if (poison)
@@ -214,7 +217,8 @@ void lkv_lease::end(bool poison) noexcept {
 }
 
 void lkv_lease::release() noexcept {
-  if (refs.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  end(false);
+  // Who has the only reference is alone with the lease, and needs none of the instructions that tell threads apart.
+  if (refs.load(std::memory_order_acquire) != 1 && refs.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  finish(right.load(std::memory_order_relaxed), false);
   lkv::discard(this);
 }

@@ -25,7 +25,10 @@ struct lkv_lease {
   bool active() const noexcept { return right.load(std::memory_order_acquire) != Right::ended; }
   void retain() noexcept { refs.fetch_add(1, std::memory_order_relaxed); }
   void release() noexcept;
-  void end(bool poison) noexcept;
+  void end(bool poison) noexcept { finish(right.exchange(Right::ended, std::memory_order_acq_rel), poison); }
+
+ private:
+  void finish(Right had, bool poison) noexcept;
 };
 
 namespace lkv {

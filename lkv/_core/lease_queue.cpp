@@ -20,9 +20,10 @@ inline void relax() noexcept {
 #endif
 }
 
-// A contended hand-over spins for about a microsecond or two, then parks: long enough for a short append on another
-// core, short enough to waste nothing when the holder has been descheduled.
-constexpr int grant_spins = 200;
+// A waiter spins before it parks for as long as it may take a parked one to wake up: then two threads that take turns
+// keep meeting awake, and a wait for a holder that is not running wastes no more than its wake-up costs anyway.
+constexpr std::chrono::microseconds spin_time(20);
+constexpr int spins_per_look = 16;  // at the clock
 constexpr int mutex_spins = 100;
 
 constexpr std::int64_t longest_wait = INT64_MAX / 4;  // a clock's time plus this does not overflow
@@ -68,7 +69,8 @@ std::unique_lock<std::mutex> LeaseQueue::lock() noexcept {
 
 // The whole of an uncontended acquire: one compare-and-swap.
 bool LeaseQueue::try_alone(Request &request) noexcept {
-  if (word_.load(std::memory_order_relaxed) != 0) return false;
+  if (forked() || word_.load(std::memory_order_relaxed) != 0) return false;
+  request.owner_ = process::thread_number();
   request.resolve(length(), epoch());
   request.state_.store(Request::State::held, std::memory_order_relaxed);
   std::uintptr_t idle = 0;
@@ -86,9 +88,13 @@ bool LeaseQueue::try_alone(Request &request) noexcept {
 }
 
 lkv_status LeaseQueue::enqueue(Request &request, Patience patience) noexcept {
+  return try_alone(request) ? LKV_OK : join(request, patience);
+}
+
+// The rest of enqueue(), when others are there or were a moment ago.
+[[gnu::noinline]] lkv_status LeaseQueue::join(Request &request, Patience patience) noexcept {
   if (forked()) return fail(LKV_E_FORKED, "the storage was made before fork() and cannot be leased in the child");
   request.owner_ = process::thread_number();
-  if (try_alone(request)) return LKV_OK;
   auto guard = lock();
   inflate();
   request.resolve(length(), epoch());
@@ -119,12 +125,15 @@ lkv_status LeaseQueue::enqueue(Request &request, Patience patience) noexcept {
 }
 
 lkv_status LeaseQueue::wait(Request &request, std::int64_t timeout_ns) noexcept {
-  for (int i = 0; i < grant_spins; i++) {
-    if (request.held()) return LKV_OK;
-    relax();
-  }
-  const std::chrono::nanoseconds bound(std::clamp(timeout_ns, std::int64_t{0}, longest_wait));
-  const auto until = std::chrono::steady_clock::now() + bound;
+  const auto start = std::chrono::steady_clock::now();
+  const auto until = start + std::chrono::nanoseconds(std::clamp(timeout_ns, std::int64_t{0}, longest_wait));
+  const auto awake = timeout_ns < 0 ? start + spin_time : std::min(until, start + spin_time);
+  do {
+    for (int i = 0; i < spins_per_look; i++) {
+      if (request.held()) return LKV_OK;
+      relax();
+    }
+  } while (std::chrono::steady_clock::now() < awake);
   auto guard = lock();
   std::condition_variable wake;
   request.waiter_ = &wake;
@@ -155,8 +164,9 @@ bool LeaseQueue::withdraw(Request &request) noexcept {
 }
 
 lkv_status LeaseQueue::acquire(Request &request, std::int64_t timeout_ns) noexcept {
+  if (try_alone(request)) return LKV_OK;
   const Patience patience = timeout_ns < 0 ? Patience::endless : timeout_ns ? Patience::bounded : Patience::none;
-  lkv_status status = enqueue(request, patience);
+  lkv_status status = join(request, patience);
   if (status != LKV_E_TIMEOUT || patience == Patience::none) return status;
   status = wait(request, timeout_ns);
   if (status == LKV_OK || !withdraw(request)) return LKV_OK;

@@ -117,6 +117,7 @@ class LeaseQueue {
   ~LeaseQueue();
   std::unique_lock<std::mutex> lock() noexcept;
   bool try_alone(Request &request) noexcept;
+  lkv_status join(Request &request, Patience patience) noexcept;
   void inflate() noexcept;
   void push(Request &request) noexcept;
   void drop(Request &request) noexcept;
@@ -127,13 +128,14 @@ class LeaseQueue {
 
   // 0: nobody. A pointer: that request is held, alone, and in no list. inflated: see the list.
   static constexpr std::uintptr_t inflated = 1;
-  std::atomic<std::uintptr_t> word_{0};
+  // What a contended hand-over touches is one cache line where a mutex has 40 bytes.
+  alignas(64) std::atomic<std::uintptr_t> word_{0};
+  std::mutex mutex_;  // leaf: nothing is called under it but notify
+  Request *head_ = nullptr, *tail_ = nullptr;
   std::atomic<std::int64_t> length_{0};
   std::atomic<std::uint32_t> epoch_{1};
   std::atomic<std::uint32_t> refs_{1};
   const std::uint32_t generation_;
-  std::mutex mutex_;  // leaf: nothing is called under it but notify
-  Request *head_ = nullptr, *tail_ = nullptr;
 };
 
 }  // namespace lkv

@@ -46,6 +46,9 @@ bool refuse(Fault *fault, Fault::What what, std::int64_t layer, std::int32_t slo
   return false;
 }
 
+// Rows without pages are written in pieces of so many bytes: what the kernel clears is still in the cache then.
+constexpr std::int64_t fresh_piece = std::int64_t{256} << 10;
+
 bool host(std::int32_t device_type) noexcept { return device_type == 1 || device_type == 3; }
 
 }  // namespace
@@ -93,6 +96,7 @@ void SlotTable::place(std::int64_t layer, std::int32_t slot, lkv_buffer *buffer,
   place.base = buffer->data + offset;
   place.outer_stride = outer_stride;
   place.row_stride = row_stride;
+  place.own_version.store(0, std::memory_order_relaxed);
   place.version = shares ? &place.own_version : &buffer->version;
 }
 
@@ -150,8 +154,8 @@ bool SlotTable::check(std::int64_t layer, const ArrayRef *arrays, std::int64_t c
   return true;
 }
 
-lkv_status SlotTable::write(std::int64_t layer, std::int64_t from, const ArrayRef *arrays, std::int64_t rows,
-                            Fault *fault) noexcept {
+lkv_status SlotTable::write(std::uint64_t right, std::int64_t layer, std::int64_t from, const ArrayRef *arrays,
+                            std::int64_t rows, Fault *fault) noexcept {
   if (!populated(layer)) {  // no more: dropped since it was checked
     refuse(fault, Fault::unpopulated, layer, -1, 0, 0);
     return LKV_E_INVALID;
@@ -160,24 +164,34 @@ lkv_status SlotTable::write(std::int64_t layer, std::int64_t from, const ArrayRe
     refuse(fault, Fault::capacity, layer, -1, capacity, from + rows);
     return LKV_E_INVALID;
   }
-  if (busy_[layer].exchange(true, std::memory_order_acquire)) {
+  if (busy_[layer].exchange(true, std::memory_order_seq_cst)) {
     refuse(fault, Fault::busy, layer, -1, 0, 0);
+    return LKV_E_INVALID;
+  }
+  // Busy first, then the ticket; close() and writing() look in the other order. So one of the two sees the other.
+  if (right != ticket()) {
+    busy_[layer].store(false, std::memory_order_release);
+    refuse(fault, Fault::ended, layer, -1, 0, 0);
     return LKV_E_INVALID;
   }
   lkv_status status = LKV_OK;
   if (rows > 0) {
-    prepare(layer, from, rows);
+    unwrite(layer, from);
     for (std::int32_t s = 0; s < n_slots && status == LKV_OK; s++)
-      copy_in(shapes_[s], at(layer, s), from, arrays[s], rows, &status);
+      status = fill(shapes_[s], at(layer, s), from, arrays[s], rows);
     if (status == LKV_OK) note_written(layer, from + rows);
   }
   busy_[layer].store(false, std::memory_order_release);
   return status;
 }
 
+// What was there is being overwritten: until all slots are in, the layer counts as not written.
+void SlotTable::unwrite(std::int64_t layer, std::int64_t from) noexcept {
+  if (written(layer) > from) written_[layer].store(from, std::memory_order_release);
+}
+
 void SlotTable::prepare(std::int64_t layer, std::int64_t from, std::int64_t rows) noexcept {
-  // What was there is being overwritten: until all slots are in, the layer counts as not written.
-  written_[layer].store(std::min(written(layer), from), std::memory_order_release);
+  unwrite(layer, from);
   for (std::int32_t s = 0; s < n_slots; s++) {
     SlotPlace &place = at(layer, s);
     populate_ahead(place.buffer, from + rows, shapes_[s].outer, place.outer_stride, place.row_stride);
@@ -187,18 +201,46 @@ void SlotTable::prepare(std::int64_t layer, std::int64_t from, std::int64_t rows
 lkv_status SlotTable::append(std::int64_t layer, const ArrayRef *arrays, std::int64_t rows, Fault *fault) noexcept {
   Request request = Request::step(rows);
   if (lkv_status status = queue->enqueue(request, LeaseQueue::Patience::none)) return status;
-  const lkv_status status = write(layer, queue->length(), arrays, rows, fault);
+  const lkv_status status = append_leased(layer, arrays, rows, fault);
   queue->release(request);
   return status;
 }
 
-bool SlotTable::copy_in(const SlotShape &shape, const SlotPlace &place, std::int64_t at, const ArrayRef &array,
-                        std::int64_t rows, lkv_status *status) noexcept {
+lkv_status SlotTable::append_leased(std::int64_t layer, const ArrayRef *arrays, std::int64_t rows, Fault *fault) noexcept {
+  // Once more: until the lease was there, the layer may have become another.
+  if (!check(layer, arrays, n_slots, &rows, fault)) return LKV_E_INVALID;
+  return write(ticket(), layer, queue->length(), arrays, rows, fault);
+}
+
+bool SlotTable::writing() const noexcept {
+  for (std::int64_t i = 0; i < n_layers; i++)
+    if (busy_[i].load(std::memory_order_seq_cst)) return true;
+  return false;
+}
+
+lkv_status SlotTable::fill(const SlotShape &shape, const SlotPlace &place, std::int64_t at, const ArrayRef &array,
+                           std::int64_t rows) noexcept {
+  lkv_buffer *const buffer = place.buffer;
+  const std::int64_t piece = std::max<std::int64_t>(fresh_piece / (shape.outer * shape.run), 1);
+  lkv_status status = LKV_OK;
+  for (std::int64_t first = 0, n; first < rows && status == LKV_OK; first += n) {
+    const bool resident = at + rows <= buffer->resident.load(std::memory_order_relaxed) || !buffer->paged;
+    n = resident ? rows - first : std::min(piece, rows - first);
+    const bool fresh = populate_ahead(buffer, at + first + n, shape.outer, place.outer_stride, place.row_stride);
+    status = copy_in(shape, place, at + first, array, first, n, fresh);
+  }
+  return status;
+}
+
+lkv_status SlotTable::copy_in(const SlotShape &shape, const SlotPlace &place, std::int64_t at, const ArrayRef &array,
+                              std::int64_t first, std::int64_t rows, bool fresh) noexcept {
   const int axis = shape.axis;
-  const std::int64_t row = rows == 1 ? shape.run : stride_bytes(array, axis, shape.itemsize);
+  const std::int64_t step = first || rows > 1 ? stride_bytes(array, axis, shape.itemsize) : shape.run;
+  const std::int64_t row = rows == 1 ? shape.run : step;
+  const bool on_cpu = device->is_cpu();
   const bool direct = contiguous_behind(array, axis, shape.itemsize);
   const bool slab = direct && row >= shape.run;
-  const bool own = array.device_type == device->table.dl_device_type && !device->is_cpu();
+  const bool own = array.device_type == device->table.dl_device_type && !on_cpu;
   const lkv_copy_kind kind = own ? LKV_DEVICE_TO_DEVICE : LKV_HOST_TO_DEVICE;
   for (std::int64_t o = 0; o < shape.outer; o++) {
     std::int64_t offset = 0, rest = o;
@@ -206,11 +248,16 @@ bool SlotTable::copy_in(const SlotShape &shape, const SlotPlace &place, std::int
       offset += rest % shape.dims[i] * stride_bytes(array, i, shape.itemsize);
       rest /= shape.dims[i];
     }
-    const char *from = array.data + offset;
+    const char *from = array.data + offset + first * step;
     char *to = place.base + o * place.outer_stride + at * place.row_stride;
+    if (slab && on_cpu) {
+      cpu::copy_2d(to, static_cast<std::size_t>(place.row_stride), from, static_cast<std::size_t>(row),
+                   static_cast<std::size_t>(shape.run), static_cast<std::size_t>(rows), fresh);
+      continue;
+    }
     if (slab) {
-      *status = device->copy_2d(kind, to, place.row_stride, from, row, shape.run, rows);
-      if (*status != LKV_OK) return false;
+      const lkv_status status = device->copy_2d(kind, to, place.row_stride, from, row, shape.run, rows);
+      if (status != LKV_OK) return status;
       continue;
     }
     for (std::int64_t r = 0; r < rows; r++, to += place.row_stride) {
@@ -218,11 +265,11 @@ bool SlotTable::copy_in(const SlotShape &shape, const SlotPlace &place, std::int
         copy_elements(to, from + r * row, array, axis + 1, shape.itemsize);
         continue;
       }
-      *status = device->copy_2d(kind, to, shape.run, from + r * row, shape.run, shape.run, 1);
-      if (*status != LKV_OK) return false;
+      const lkv_status status = device->copy_2d(kind, to, shape.run, from + r * row, shape.run, shape.run, 1);
+      if (status != LKV_OK) return status;
     }
   }
-  return true;
+  return LKV_OK;
 }
 
 void SlotTable::note_written(std::int64_t layer, std::int64_t upto) noexcept {

@@ -45,7 +45,9 @@ struct SlotPlace {
 
 // Why a call was refused.
 struct Fault {
-  enum What : std::int32_t { none, layer, unpopulated, count, rank, shape, dtype, device, rows, capacity, busy, contiguity };
+  enum What : std::int32_t {
+    none, layer, unpopulated, count, rank, shape, dtype, device, rows, capacity, busy, contiguity, ended
+  };
   What what;
   std::int32_t slot;
   std::int64_t layer_index;
@@ -77,10 +79,24 @@ class SlotTable {
 
   // Do these arrays fit a layer, and how many rows do they bring? `rows` < 0: any number, else exactly so many.
   bool check(std::int64_t layer, const ArrayRef *arrays, std::int64_t count, std::int64_t *rows, Fault *fault) const noexcept;
-  // Copies checked arrays to rows [at, at + rows). The caller holds the right to write them.
-  lkv_status write(std::int64_t layer, std::int64_t at, const ArrayRef *arrays, std::int64_t rows, Fault *fault) noexcept;
-  // The same at the published length, under a short lease of its own. LKV_E_TIMEOUT: somebody is in the way, wait first.
+  // Copies checked arrays to rows [at, at + rows). The caller holds the right to write them, and `ticket` of that time.
+  lkv_status write(std::uint64_t ticket, std::int64_t layer, std::int64_t at, const ArrayRef *arrays, std::int64_t rows,
+                   Fault *fault) noexcept;
+  // The same, where there are no steps.
+  lkv_status write(std::int64_t layer, std::int64_t at, const ArrayRef *arrays, std::int64_t rows, Fault *fault) noexcept {
+    return write(ticket(), layer, at, arrays, rows, fault);
+  }
+  // Checks, and writes at the published length, under a short lease. LKV_E_TIMEOUT: somebody is in the way, wait first.
   lkv_status append(std::int64_t layer, const ArrayRef *arrays, std::int64_t rows, Fault *fault) noexcept;
+  // The same for the holder of such a lease.
+  lkv_status append_leased(std::int64_t layer, const ArrayRef *arrays, std::int64_t rows, Fault *fault) noexcept;
+
+  // Stands for the right to write; a step takes it when it opens.
+  std::uint64_t ticket() const noexcept { return ticket_.load(std::memory_order_seq_cst); }
+  // Before a step ends: whoever writes for it in another thread is waited for, whoever comes later is refused.
+  void close() noexcept { ticket_.fetch_add(1, std::memory_order_seq_cst); }
+  bool writing() const noexcept;
+
   // Makes pages for rows that will be written by other means; until then they do not count as written.
   void prepare(std::int64_t layer, std::int64_t from, std::int64_t rows) noexcept;
   // Says that rows [length, length + rows) of a layer have been written, by whatever means.
@@ -96,13 +112,18 @@ class SlotTable {
   lkv_device *device;
 
  private:
-  bool copy_in(const SlotShape &shape, const SlotPlace &place, std::int64_t at, const ArrayRef &array,
-               std::int64_t rows, lkv_status *status) noexcept;
+  lkv_status fill(const SlotShape &shape, const SlotPlace &place, std::int64_t at, const ArrayRef &array,
+                  std::int64_t rows) noexcept;
+  // Rows [first, first + rows) of the array to the rows from `at` on.
+  lkv_status copy_in(const SlotShape &shape, const SlotPlace &place, std::int64_t at, const ArrayRef &array,
+                     std::int64_t first, std::int64_t rows, bool fresh) noexcept;
+  void unwrite(std::int64_t layer, std::int64_t from) noexcept;
 
   std::unique_ptr<SlotShape[]> shapes_;
   std::unique_ptr<SlotPlace[]> places_;
   std::unique_ptr<std::atomic<std::int64_t>[]> written_;
   std::unique_ptr<std::atomic<bool>[]> busy_;
+  std::atomic<std::uint64_t> ticket_{0};
 
  public:
   LeaseQueue *const queue;  // last: nothing can throw once it is made

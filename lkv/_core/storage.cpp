@@ -94,9 +94,8 @@ lkv_status create(const lkv_buffer_desc *desc, lkv_buffer **out) noexcept {
     return status;
   }
   buffer->data = static_cast<char *>(data);
-  // With huge pages the first touch of a page brings 2 MB: populating 16 KB ahead would only cost the call.
   buffer->paged = full.device->is_cpu() && cpu::paged(buffer->nbytes);
-  if (full.flags & LKV_HUGE_PAGES) buffer->resident.store(full.rows, std::memory_order_relaxed);
+  buffer->huge = full.flags & LKV_HUGE_PAGES;
   *out = buffer;
   return LKV_OK;
 }
@@ -159,9 +158,28 @@ lkv_status release_rows(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi) no
   return status;
 }
 
+lkv_status adoptable(lkv_buffer *buffer, const LeaseQueue *queue) noexcept {
+  const lkv_buffer::Home home = buffer->home();
+  if (home.queue != queue && home.queue->shared())
+    return fail(LKV_E_EXISTS, "the storage is leased together with others already");
+  Request request = Request::writing({0, buffer->rows}, home.epoch);
+  if (lkv_status status = home.queue->acquire(request, LKV_TRY)) return status;
+  home.queue->release(request);
+  return LKV_OK;
+}
+
 lkv_status adopt(lkv_buffer *buffer, LeaseQueue *queue) noexcept {
   LeaseQueue *old = buffer->queue.load(std::memory_order_acquire);
-  if (old == queue) return LKV_OK;
+  if (old == queue) {
+    // It may come back after the cache had dropped it: then what is leased of it is of an older epoch.
+    const std::uint32_t epoch = buffer->epoch.load(std::memory_order_acquire);
+    if (epoch == queue->epoch()) return LKV_OK;
+    Request request = Request::writing({0, buffer->rows}, epoch);
+    if (lkv_status status = queue->acquire(request, LKV_TRY)) return status;
+    buffer->epoch.store(queue->epoch(), std::memory_order_release);
+    queue->release(request);
+    return LKV_OK;
+  }
   if (old->shared()) return fail(LKV_E_EXISTS, "the storage is leased together with others already");
   auto *retired = new (std::nothrow) lkv_buffer::Retired{old, nullptr};
   if (!retired) return fail(LKV_E_NOMEM, "out of memory");
@@ -186,15 +204,28 @@ lkv_status adopt(lkv_buffer *buffer, LeaseQueue *queue) noexcept {
   return LKV_OK;
 }
 
-void populate_ahead(lkv_buffer *buffer, std::int64_t hi, std::int64_t outer, std::int64_t outer_stride,
+bool populate_ahead(lkv_buffer *buffer, std::int64_t hi, std::int64_t outer, std::int64_t outer_stride,
                     std::int64_t row_stride) noexcept {
   const std::int64_t from = buffer->resident.load(std::memory_order_relaxed);
-  if (hi <= from || !buffer->paged) return;
-  const std::int64_t ahead = std::clamp(hi * row_stride / ahead_share, ahead_least, ahead_most) / row_stride + 1;
-  const std::int64_t to = std::min(buffer->rows, hi + ahead);
-  for (std::int64_t o = 0; o < outer; o++)
-    cpu::populate(buffer->data + o * outer_stride + from * row_stride, static_cast<std::size_t>((to - from) * row_stride));
+  if (hi <= from || !buffer->paged) return false;
+  std::int64_t to = hi;
+  if (!buffer->huge) {
+    const std::int64_t ahead = std::clamp(hi * row_stride / ahead_share, ahead_least, ahead_most) / row_stride + 1;
+    if (hi - from < ahead) to = std::min(buffer->rows, hi + ahead);  // else the call is worth it as it is
+    for (std::int64_t o = 0; o < outer; o++)
+      cpu::populate(buffer->data + o * outer_stride + from * row_stride, static_cast<std::size_t>((to - from) * row_stride));
+  }
   buffer->resident.store(to, std::memory_order_relaxed);
+  return true;
+}
+
+bool first_touch(lkv_buffer *buffer, std::ptrdiff_t offset, std::size_t nbytes) noexcept {
+  if (!buffer->paged) return false;
+  const std::int64_t known = buffer->resident.load(std::memory_order_relaxed);
+  const std::int64_t lo = offset / buffer->row_bytes, hi = (offset + static_cast<std::int64_t>(nbytes)) / buffer->row_bytes;
+  if (hi <= known) return false;
+  if (lo <= known) buffer->resident.store(hi, std::memory_order_relaxed);
+  return true;
 }
 
 std::int64_t live_buffers() noexcept { return live.load(std::memory_order_relaxed); }

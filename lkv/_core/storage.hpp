@@ -14,6 +14,7 @@ struct lkv_buffer {
   std::atomic<bool> poisoned{false};
   bool read_only = false;
   bool paged = false;  // anonymous pages of our own: may be populated ahead and given back
+  bool huge = false;   // 2 MB of them come with the first touch: populating less ahead would only cost the call
   lkv_dtype dtype = LKV_U8;
   lkv_device *device = nullptr;
   char *data = nullptr;
@@ -65,14 +66,19 @@ lkv_status release_rows(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi) no
 // From now on `buffer` is leased through `queue`. LKV_E_TIMEOUT when it is leased now, LKV_E_EXISTS
 // when it shares a queue with others already.
 lkv_status adopt(lkv_buffer *buffer, LeaseQueue *queue) noexcept;
+// Would adopt() come through now? Changes nothing.
+lkv_status adoptable(lkv_buffer *buffer, const LeaseQueue *queue) noexcept;
 
 // Clears rows [lo, hi); the caller has the right to write them.
 lkv_status clear_rows(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi) noexcept;
 
 // Gives rows [0, hi) and some more pages, before they are written: a fault on each page costs six times the write.
-// The rows are `outer` runs, `outer_stride` bytes apart, with rows `row_stride` bytes apart.
-void populate_ahead(lkv_buffer *buffer, std::int64_t hi, std::int64_t outer, std::int64_t outer_stride,
+// The rows are `outer` runs, `outer_stride` bytes apart, with rows `row_stride` bytes apart. True: some had none.
+bool populate_ahead(lkv_buffer *buffer, std::int64_t hi, std::int64_t outer, std::int64_t outer_stride,
                     std::int64_t row_stride) noexcept;
+
+// Are there bytes of [offset, offset + nbytes), about to be written, that may have no pages yet?
+bool first_touch(lkv_buffer *buffer, std::ptrdiff_t offset, std::size_t nbytes) noexcept;
 
 std::int64_t live_buffers() noexcept;
 

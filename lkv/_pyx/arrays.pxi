@@ -60,11 +60,38 @@ cdef inline void set_tensor(ArrayRef *ref, const DLTensor *tensor) noexcept:
     ref.stride_unit = (tensor.dtype.bits + 7) // 8
 
 
+cdef inline int set_exchanged(ArrayRef *ref, const DLTensor *tensor) except -1:
+    """As set_tensor, of what another library said: there is memory behind it, or nothing to read."""
+    cdef int i
+    set_tensor(ref, tensor)
+    if tensor.data == NULL:
+        for i in range(tensor.ndim):
+            if tensor.shape[i] == 0:
+                return 0
+        raise errors.ArgumentTypeError("array: it has a shape, but no memory")
+    return 0
+
+
+cdef inline bint dense(const DLTensor *tensor) noexcept:
+    """More than one element, in C order."""
+    cdef int64_t stride = 1
+    cdef int i
+    if tensor.strides == NULL:
+        return True
+    for i in range(tensor.ndim - 1, -1, -1):
+        if tensor.shape[i] != 1:
+            if tensor.strides[i] != stride:
+                return False
+            stride *= tensor.shape[i]
+    return stride != 1
+
+
 # Types whose exchange table is known. Entries are only added, and each holds its type.
 cdef enum:
     MOST_TYPES = 16
 cdef (void *)[MOST_TYPES] KNOWN_TYPE
 cdef (ExchangeAPI *)[MOST_TYPES] KNOWN_API
+cdef bint[MOST_TYPES] KNOWN_LAZY   # PyTorch: a view may be negated, which DLPack cannot say
 cdef int KNOWN_COUNT = 0
 cdef list KNOWN_KEPT = []
 
@@ -87,8 +114,29 @@ cdef ExchangeAPI *find_exchange(object kind) except? NULL:
         KNOWN_KEPT.append((kind, capsule))
         KNOWN_TYPE[KNOWN_COUNT] = <void *>kind
         KNOWN_API[KNOWN_COUNT] = api
+        KNOWN_LAZY[KNOWN_COUNT] = is_lazy(kind)
         KNOWN_COUNT += 1
     return api
+
+
+cdef bint is_lazy(object kind) except -1:
+    return hasattr(kind, "is_neg") and hasattr(kind, "resolve_neg")
+
+
+cdef object borrow_exchanged(object array, ExchangeAPI *api, bint lazy, ArrayRef *ref):
+    """Borrows by an exchange table that lends; a negated view comes as a copy."""
+    cdef DLTensor tensor
+    if api.dltensor_from_py_object_no_sync(<void *>array, &tensor) != 0:
+        propagate()
+    set_exchanged(ref, &tensor)
+    # Only the imaginary part of a conjugate is a negated view, so it has gaps; asking costs more than looking.
+    if lazy and not dense(&tensor) and array.is_neg():
+        array = array.resolve_neg()
+        if api.dltensor_from_py_object_no_sync(<void *>array, &tensor) != 0:
+            propagate()
+        set_exchanged(ref, &tensor)
+        return array
+    return None
 
 
 @cython.final
@@ -121,11 +169,13 @@ cdef object borrow_capsule(object array, ArrayRef *ref):
         if kept.versioned.version.major != 1:
             raise errors.DTypeMismatchError(
                 f"array: expected DLPack 1.x, got a capsule of version {kept.versioned.version.major}")
-        set_tensor(ref, &kept.versioned.dl_tensor)
-    else:
+        set_exchanged(ref, &kept.versioned.dl_tensor)
+    elif PyCapsule_IsValid(capsule, "dltensor"):
         kept.legacy = <DLManagedTensor *>PyCapsule_GetPointer(capsule, "dltensor")
         PyCapsule_SetName(capsule, "used_dltensor")
-        set_tensor(ref, &kept.legacy.dl_tensor)
+        set_exchanged(ref, &kept.legacy.dl_tensor)
+    else:
+        raise errors.ArgumentTypeError(f"array: its __dlpack__() returned no DLPack capsule, but {capsule!r}")
     return kept
 
 
@@ -157,8 +207,8 @@ cdef object borrow_buffer(object array, ArrayRef *ref):
     return kept
 
 
-cdef inline object borrow(object array, ArrayRef *ref):
-    """Describes an array; returns what to keep until the call is over, or None."""
+cdef inline bint borrow_known(object array, ArrayRef *ref) noexcept:
+    """As much of borrow() as runs no Python code and keeps nothing; False, without an error, when it takes more."""
     cdef DLTensor tensor
     cdef int i
     if cnp.PyArray_CheckExact(array):
@@ -170,20 +220,33 @@ cdef inline object borrow(object array, ArrayRef *ref):
         ref.device_type = kDLCPU
         ref.device_id = 0
         set_code(ref, numpy_code(<cnp.ndarray>array))
-        return None
+        if ref.dl_bits == 0 and cnp.PyArray_ISNUMBER(<cnp.ndarray>array) and cnp.PyArray_ISNOTSWAPPED(<cnp.ndarray>array):
+            ref.dl_bits = <unsigned char>min(8 * cnp.PyArray_ITEMSIZE(<cnp.ndarray>array), 255)  # for bits()
+        return True
     for i in range(KNOWN_COUNT):
         if KNOWN_TYPE[i] == <void *>Py_TYPE(array) and KNOWN_API[i].dltensor_from_py_object_no_sync != NULL:
             if KNOWN_API[i].dltensor_from_py_object_no_sync(<void *>array, &tensor) != 0:
-                propagate()
+                PyErr_Clear()
+                return False
             set_tensor(ref, &tensor)
-            return None
+            return tensor.data != NULL and (not KNOWN_LAZY[i] or dense(&tensor))
+    return False
+
+
+cdef inline object borrow(object array, ArrayRef *ref):
+    """Describes an array; returns what to keep until the call is over, or None."""
+    cdef int i
+    if borrow_known(array, ref):
+        return None
+    for i in range(KNOWN_COUNT):
+        if KNOWN_TYPE[i] == <void *>Py_TYPE(array) and KNOWN_API[i].dltensor_from_py_object_no_sync != NULL:
+            return borrow_exchanged(array, KNOWN_API[i], KNOWN_LAZY[i], ref)
     return borrow_slow(array, ref)
 
 
 cdef object borrow_slow(object array, ArrayRef *ref):
     """Every kind of array that borrow() does not know by its type; returns what to keep until the call is over."""
     cdef ExchangeAPI *api
-    cdef DLTensor tensor
     cdef Borrowed kept
     cdef object inner
     if isinstance(array, Bits):
@@ -196,14 +259,11 @@ cdef object borrow_slow(object array, ArrayRef *ref):
     api = find_exchange(type(array))
     if api != NULL:
         if api.dltensor_from_py_object_no_sync != NULL:
-            if api.dltensor_from_py_object_no_sync(<void *>array, &tensor) == 0:
-                set_tensor(ref, &tensor)
-                return None
-            propagate()
+            return borrow_exchanged(array, api, is_lazy(type(array)), ref)
         kept = Borrowed.__new__(Borrowed)
         if api.managed_tensor_from_py_object_no_sync(<void *>array, &kept.versioned) != 0:
             propagate()
-        set_tensor(ref, &kept.versioned.dl_tensor)
+        set_exchanged(ref, &kept.versioned.dl_tensor)
         return kept
     if hasattr(array, "__dlpack__"):
         return borrow_capsule(array, ref)

@@ -1,18 +1,5 @@
 # Devices written in Python: a vtable whose entries take the GIL and call a `lkv.devices.Device`.
 
-cdef extern from *:
-    """
-    static inline int lkv_interpreter_lives(void) {
-    #if PY_VERSION_HEX >= 0x030d0000
-      return Py_IsInitialized() && !Py_IsFinalizing();
-    #else
-      return Py_IsInitialized() && !_Py_IsFinalizing();
-    #endif
-    }
-    """
-    bint interpreter_lives "lkv_interpreter_lives"() noexcept nogil
-
-
 cdef lkv_status failed(object error) noexcept:
     """Keeps the exception for the `raise` that follows in this thread, and its text for callers from C."""
     LAST_CAUSE.error = error
@@ -107,53 +94,60 @@ cdef lkv_status py_memory_info(void *device, size_t *out_free, size_t *out_total
 
 # A C thread may come here when the interpreter is gone: the GIL can no longer be asked for. Memory is then leaked.
 
+cdef inline int32_t left(int32_t result) noexcept nogil:
+    leave_python()
+    return result
+
+
 cdef lkv_status safe_allocate(void *device, size_t nbytes, void **out) noexcept nogil:
-    return py_allocate(device, nbytes, out) if interpreter_lives() else LKV_E_SHUTDOWN
+    return left(py_allocate(device, nbytes, out)) if enter_python() else LKV_E_SHUTDOWN
 
 
 cdef void safe_free(void *device, void *address, size_t nbytes) noexcept nogil:
-    if interpreter_lives():
+    if enter_python():
         py_free(device, address, nbytes)
+        leave_python()
 
 
 cdef lkv_status safe_copy_2d(void *device, lkv_copy_kind kind, void *dst, size_t dst_pitch, const void *src,
                              size_t src_pitch, size_t width, size_t height, void *stream) noexcept nogil:
-    if not interpreter_lives():
+    if not enter_python():
         return LKV_E_SHUTDOWN
-    return py_copy_2d(device, kind, dst, dst_pitch, src, src_pitch, width, height, stream)
+    return left(py_copy_2d(device, kind, dst, dst_pitch, src, src_pitch, width, height, stream))
 
 
 cdef lkv_status safe_fill_zero(void *device, void *address, size_t nbytes, void *stream) noexcept nogil:
-    return py_fill_zero(device, address, nbytes, stream) if interpreter_lives() else LKV_E_SHUTDOWN
+    return left(py_fill_zero(device, address, nbytes, stream)) if enter_python() else LKV_E_SHUTDOWN
 
 
 cdef lkv_status safe_sync(void *device, void *stream) noexcept nogil:
-    return py_sync(device, stream) if interpreter_lives() else LKV_E_SHUTDOWN
+    return left(py_sync(device, stream)) if enter_python() else LKV_E_SHUTDOWN
 
 
 cdef lkv_status safe_event_record(void *device, void *stream, void **out) noexcept nogil:
-    return py_event_record(device, stream, out) if interpreter_lives() else LKV_E_SHUTDOWN
+    return left(py_event_record(device, stream, out)) if enter_python() else LKV_E_SHUTDOWN
 
 
 cdef lkv_status safe_event_wait(void *device, void *stream, void *event) noexcept nogil:
-    return py_event_wait(device, stream, event) if interpreter_lives() else LKV_E_SHUTDOWN
+    return left(py_event_wait(device, stream, event)) if enter_python() else LKV_E_SHUTDOWN
 
 
 cdef int32_t safe_event_done(void *device, void *event) noexcept nogil:
-    return py_event_done(device, event) if interpreter_lives() else 1
+    return left(py_event_done(device, event)) if enter_python() else 1
 
 
 cdef void safe_event_free(void *device, void *event) noexcept nogil:
-    if interpreter_lives():
+    if enter_python():
         py_event_free(device, event)
+        leave_python()
 
 
 cdef lkv_status safe_current_stream(void *device, void **out) noexcept nogil:
-    return py_current_stream(device, out) if interpreter_lives() else LKV_E_SHUTDOWN
+    return left(py_current_stream(device, out)) if enter_python() else LKV_E_SHUTDOWN
 
 
 cdef lkv_status safe_memory_info(void *device, size_t *out_free, size_t *out_total) noexcept nogil:
-    return py_memory_info(device, out_free, out_total) if interpreter_lives() else LKV_E_SHUTDOWN
+    return left(py_memory_info(device, out_free, out_total)) if enter_python() else LKV_E_SHUTDOWN
 
 
 def register_device(device):

@@ -7,6 +7,9 @@ cdef extern from "status.hpp" namespace "lkv" nogil:
 cdef extern from "process.hpp" namespace "lkv::process" nogil:
     void process_end "lkv::process::end"() noexcept
 
+cdef extern from "<thread>" nogil:
+    void yield_thread "std::this_thread::yield"() noexcept
+
 cdef extern from "lease_queue.hpp" namespace "lkv" nogil:
     cdef cppclass Span:
         int64_t lo
@@ -14,6 +17,7 @@ cdef extern from "lease_queue.hpp" namespace "lkv" nogil:
     cdef cppclass Request:
         const Span &read_rows() noexcept
         const Span &write_rows() noexcept
+        uint32_t epoch() noexcept
         bint held() noexcept
         bint blocked_by_step() noexcept
     enum RequestKind "lkv::Request::Kind":
@@ -31,6 +35,7 @@ cdef extern from "lease_queue.hpp" namespace "lkv" nogil:
         void release(Request &request) noexcept
         int64_t length() noexcept
         void publish(int64_t length) noexcept
+        uint32_t epoch() noexcept
         void next_epoch() noexcept
         bint forked() noexcept
 
@@ -101,6 +106,7 @@ cdef extern from "storage.hpp" namespace "lkv" nogil:
     lkv_status claim(lkv_buffer *buffer, int64_t expected, int64_t claimed) noexcept
     lkv_status release_rows(lkv_buffer *buffer, int64_t lo, int64_t hi) noexcept
     lkv_status adopt(lkv_buffer *buffer, LeaseQueue *queue) noexcept
+    lkv_status adoptable(lkv_buffer *buffer, const LeaseQueue *queue) noexcept
     lkv_status clear_rows(lkv_buffer *buffer, int64_t lo, int64_t hi) noexcept
     int64_t live_buffers() noexcept
 
@@ -229,6 +235,7 @@ cdef extern from "slot_table.hpp" namespace "lkv" nogil:
         fault_capacity "lkv::Fault::capacity"
         fault_busy "lkv::Fault::busy"
         fault_contiguity "lkv::Fault::contiguity"
+        fault_ended "lkv::Fault::ended"
     cdef cppclass Table "lkv::SlotTable":
         Table(int64_t n_layers, int32_t n_slots, int64_t capacity, lkv_device *device) except +
         bint describe(int32_t slot, const int64_t *dims, int32_t ndim, int32_t axis, lkv_dtype dtype) noexcept
@@ -243,7 +250,13 @@ cdef extern from "slot_table.hpp" namespace "lkv" nogil:
         int64_t written(int64_t layer) noexcept
         bint check(int64_t layer, const ArrayRef *arrays, int64_t count, int64_t *rows, Fault *fault) noexcept
         lkv_status write(int64_t layer, int64_t at, const ArrayRef *arrays, int64_t rows, Fault *fault) noexcept
+        lkv_status write(uint64_t ticket, int64_t layer, int64_t at, const ArrayRef *arrays, int64_t rows,
+                         Fault *fault) noexcept
         lkv_status append(int64_t layer, const ArrayRef *arrays, int64_t rows, Fault *fault) noexcept
+        lkv_status append_leased(int64_t layer, const ArrayRef *arrays, int64_t rows, Fault *fault) noexcept
+        uint64_t ticket() noexcept
+        void close() noexcept
+        bint writing() noexcept
         void prepare(int64_t layer, int64_t start, int64_t rows) noexcept
         void note_written(int64_t layer, int64_t upto) noexcept
         void forget_unpublished(int64_t length) noexcept

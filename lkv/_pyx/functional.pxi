@@ -35,19 +35,24 @@ cdef class LayerBuffers:
         self.device = device
         self.table = table
 
+    cdef SlotTable held(self):
+        if self.table is None:
+            raise TypeError("the LayerBuffers was never initialised")
+        return self.table
+
     @property
     def nbytes(self):
         """Bytes of all buffers."""
-        return sum([storage.nbytes for storage in self.table.storages])
+        return sum([storage.nbytes for storage in self.held().storages])
 
     @property
     def claimed(self):
         """Rows that branches have claimed."""
-        return self.table.storages[0].claimed
+        return self.held().storages[0].claimed
 
     def claim(self, expected, new):
         """Move the claimed length from `expected` to `new` rows; False, and nothing moves, when it is another."""
-        return self.table.storages[0].claim(expected, new)
+        return self.held().storages[0].claim(expected, new)
 
     def check(self, arrays, what):
         """Return the rows that an array per slot brings; nothing is written.
@@ -63,9 +68,9 @@ cdef class LayerBuffers:
 
     def write(self, at, arrays, rows, what):
         """Copy `rows` rows of an array per slot to rows from `at` on, going on at row 0 behind the last one."""
-        if not 0 <= at < self.table.max_seq_len or not 0 <= rows <= self.table.max_seq_len:
-            raise errors.CapacityError(f"{what}: {rows} rows at {at} do not fit max_seq_len {self.table.max_seq_len}",
-                                       expected=self.table.max_seq_len, actual=rows)
+        if not 0 <= at < self.held().max_seq_len or not 0 <= rows <= self.held().max_seq_len:
+            raise errors.CapacityError(f"{what}: {rows} rows at {at} do not fit max_seq_len {self.held().max_seq_len}",
+                                       expected=self.held().max_seq_len, actual=rows)
         self.put(arrays, what, at, rows)
 
     cdef int64_t put(self, object arrays, str what, int64_t at, int64_t rows) except -1:
@@ -75,13 +80,12 @@ cdef class LayerBuffers:
         cdef bint copies = rows >= 0
         cdef Fault fault
         cdef lkv_status status
-        cdef SlotTable owner = self.table
-        if owner is None:
-            raise TypeError("the LayerBuffers was never initialised")
+        cdef SlotTable owner = self.held()
         cdef Table *table = owner.table
         if table.n_slots > STACK_SLOTS:
             refs = <ArrayRef *>checked_malloc(table.n_slots * sizeof(ArrayRef))
         try:
+            arrays = as_slots(owner, arrays, what)
             kept = borrow_all(owner, arrays, refs, what)
             if not table.check(0, refs, table.n_slots, &rows, &fault):
                 raise_fault(owner, what, &fault, arrays, rows)
@@ -104,10 +108,10 @@ cdef class LayerBuffers:
         cdef int64_t first = lo, last = hi
         cdef lkv_buffer *buffer
         cdef lkv_status status
-        if not 0 <= first <= last <= self.table.max_seq_len:
-            raise errors.LayerIndexError(f"clear: expected rows within [0, {self.table.max_seq_len}), got [{lo}, {hi})",
-                                         expected=(0, self.table.max_seq_len), actual=(lo, hi))
-        for storage in self.table.storages:
+        if not 0 <= first <= last <= self.held().max_seq_len:
+            raise errors.LayerIndexError(f"clear: expected rows within [0, {self.held().max_seq_len}), got [{lo}, {hi})",
+                                         expected=(0, self.held().max_seq_len), actual=(lo, hi))
+        for storage in self.held().storages:
             buffer = (<Storage>storage).buffer
             with nogil:
                 status = clear_rows(buffer, first, last)
@@ -116,20 +120,20 @@ cdef class LayerBuffers:
     def view(self, slot, rows):
         """Return rows ``[0, rows)`` of a slot, read-only and without a lease; the view keeps the memory."""
         cdef int64_t which = slot, end = rows
-        if not 0 <= which < self.table.n_slots or not 0 <= end <= self.table.max_seq_len:
+        if not 0 <= which < self.held().n_slots or not 0 <= end <= self.held().max_seq_len:
             raise errors.LayerIndexError(f"view: no rows [0, {rows}) of slot {slot}", actual=(slot, rows))
-        return slot_view(self.table, 0, <int32_t>which, NULL, 0, end, True)
+        return slot_view(self.held(), 0, <int32_t>which, NULL, 0, end, True)
 
     def fork(self, rows):
         """Return buffers of their own for a branch: rows ``[0, rows)`` copied, zeros behind them, nothing claimed."""
-        made = LayerBuffers(self.table.max_seq_len, self.table.slots, self.table.dtype, self.device)
+        made = LayerBuffers(self.held().max_seq_len, self.held().slots, self.held().dtype, self.device)
         if rows:
-            made.write(0, [self.view(slot, rows) for slot in range(self.table.n_slots)], rows, "copy")
+            made.write(0, [self.view(slot, rows) for slot in range(self.held().n_slots)], rows, "copy")
         return made
 
     def __repr__(self):
-        return (f"LayerBuffers({self.claimed}/{self.table.max_seq_len} rows claimed, {self.table.n_slots} slots, "
-                f"{self.table.dtype}, {self.device})")
+        return (f"LayerBuffers({self.claimed}/{self.held().max_seq_len} rows claimed, {self.held().n_slots} slots, "
+                f"{self.held().dtype}, {self.device})")
 
 
 cdef lkv_status copy_round(Table *table, int64_t at, ArrayRef *refs, int64_t rows, Fault *fault) noexcept nogil:

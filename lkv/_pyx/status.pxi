@@ -57,8 +57,34 @@ cdef inline int check(lkv_status status, str what="") except -1:
     return 0
 
 
+cdef extern from *:
+    """
+    // Most row and layer numbers fit one digit of Python's integers.
+    static inline bool lkv_small_int(PyObject *value, int64_t *out) {
+      if (!PyLong_CheckExact(value)) return false;
+    #if PY_VERSION_HEX >= 0x030c0000
+      if (!PyUnstable_Long_IsCompact((PyLongObject *)value)) return false;
+      *out = PyUnstable_Long_CompactValue((PyLongObject *)value);
+    #else
+      const Py_ssize_t size = Py_SIZE(value);
+      if (size != 0 && size != 1) return false;
+      *out = size ? ((PyLongObject *)value)->ob_digit[0] : 0;
+    #endif
+      return true;
+    }
+    """
+    bint small_int "lkv_small_int"(object value, int64_t *out) noexcept
+
+
 cdef inline int64_t as_index(object value, str name) except? -1:
     """An integer argument; -1 without an error is for the caller to refuse."""
+    cdef int64_t result = 0
+    if small_int(value, &result):
+        return result
+    return as_large_index(value, name)
+
+
+cdef int64_t as_large_index(object value, str name) except? -1:
     cdef int64_t result
     cdef int overflow = 0
     if not PyLong_CheckExact(value):
@@ -77,7 +103,10 @@ cdef int64_t as_timeout(object timeout) except? -2:
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise errors.ArgumentTypeError(
             f"timeout: expected seconds or None, got {timeout!r} of type {type(timeout).__name__}", actual=timeout)
-    seconds = timeout
+    try:
+        seconds = timeout
+    except OverflowError:
+        seconds = 1e300 if timeout > 0 else -1
     if not seconds >= 0:
         raise errors.GeometryError(f"timeout: expected at least 0 seconds, or None to wait for ever; got {timeout!r}",
                                    actual=timeout)

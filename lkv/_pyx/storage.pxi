@@ -1,55 +1,5 @@
 # Storage and Lease: the Python face of the core's buffers and leases.
 
-cdef extern from *:
-    """
-    #include <atomic>
-    #include <pthread.h>
-    #include <unistd.h>
-
-    // The way into Python for a thread that may not have the GIL. Asking for the GIL of an ending interpreter ends the
-    // thread, so the way is closed before that, and who is inside is waited for. False: leave Python alone.
-    static std::atomic<int> lkv_inside{0};
-    static std::atomic<bool> lkv_closed{false};
-    static const int lkv_inside_child = pthread_atfork(nullptr, nullptr, [] { lkv_inside = 0; });
-
-    static inline bool lkv_enter_python(PyGILState_STATE *state) {
-      lkv_inside++;
-    #if PY_VERSION_HEX >= 0x030d0000
-      const bool lives = Py_IsInitialized() && !Py_IsFinalizing();
-    #else
-      const bool lives = Py_IsInitialized() && !_Py_IsFinalizing();
-    #endif
-      if (lives && (!lkv_closed || PyGILState_Check())) {
-        *state = PyGILState_Ensure();
-        return true;
-      }
-      lkv_inside--;
-      return false;
-    }
-
-    static inline void lkv_leave_python(PyGILState_STATE state) {
-      PyGILState_Release(state);
-      lkv_inside--;
-    }
-
-    static void lkv_close_python(void) {
-      (void)lkv_inside_child;
-      lkv_closed = true;
-      for (int i = 0; i < 1000 && lkv_inside > 0; i++) usleep(1000);
-    }
-
-    // The last reference to a wrapped object may go in any thread, also in one without the GIL.
-    static void lkv_drop_owner(void *owner) {
-      PyGILState_STATE state;
-      if (!lkv_enter_python(&state)) return;
-      Py_DECREF((PyObject *)owner);
-      lkv_leave_python(state);
-    }
-    """
-    void drop_owner "lkv_drop_owner"(void *owner) noexcept nogil
-    void close_python "lkv_close_python"() noexcept nogil
-
-
 cdef class Storage:
     """Reference-counted memory on one device, as rows that can be leased.
 
@@ -106,12 +56,15 @@ cdef class Storage:
         cdef object dtype = code_name(DLDataType(ref.dl_code, ref.dl_bits, 1))
         cdef int64_t stride = dtype.itemsize
         cdef int i
+        layout.check_dims([ref.shape[i] for i in range(ref.ndim)], "array", 1)
         for i in range(ref.ndim - 1, -1, -1):
             if ref.strides != NULL and ref.shape[i] != 1 and ref.strides[i] * ref.stride_unit != stride:
                 raise errors.ShapeMismatchError("array: expected C order", expected="C order")
             stride *= ref.shape[i]
+        if kept is not None and type(kept) is type(array):
+            raise errors.ShapeMismatchError("array: a lazily negated view has no memory of its own; resolve it first")
         if readonly is None:
-            readonly = not is_writable(array)
+            readonly = not is_writable(array, kept)
         adopt_memory(storage, <void *>ref.data, tuple([ref.shape[i] for i in range(ref.ndim)]), dtype, axis, readonly,
                              (array, kept))
         return storage
@@ -328,7 +281,7 @@ cdef class Storage:
         timeout : float, optional
             As in `read`.
         """
-        cdef const unsigned char[::1] source = memoryview(data).cast("B") if not isinstance(data, bytes) else data
+        cdef const unsigned char[::1] source = data if isinstance(data, bytes) else as_bytes(data)
         cdef size_t nbytes = source.shape[0]
         row_major(self, "write_host")
         if nbytes % held(self).row_bytes:
@@ -390,8 +343,7 @@ cdef int make(Storage storage, object shape, object dtype, object axis, lkv_devi
 
 
 cdef int describe(Storage storage, lkv_buffer_desc *desc, object shape, object dtype, object axis) except -1:
-    dims = (shape,) if isinstance(shape, int) and not isinstance(shape, bool) else shape
-    dims = layout.check_dims(dims, "shape", 1)
+    dims = layout.check_dims(shape if hasattr(shape, "__iter__") else (shape,), "shape", 1)
     if not 1 <= len(dims) <= 8:
         raise errors.GeometryError(f"shape: expected 1 to 8 dims, got {len(dims)}", actual=len(dims))
     nbytes = layout.checked_product((*dims, dtype.itemsize), "shape")
@@ -431,6 +383,7 @@ cdef Buffer *held(Storage storage) except NULL:
         raise TypeError("the Storage was never initialised")
     return <Buffer *>storage.buffer
 
+@cython.no_gc
 cdef class Lease(View):
     """A held right to read or write some rows of a storage, and those rows as an array.
 
@@ -438,8 +391,24 @@ cdef class Lease(View):
     """
 
     @property
+    def storage(self):
+        """The storage whose rows these are."""
+        return self.storage
+
+    @property
+    def lo(self):
+        """The first row."""
+        return self.lo
+
+    @property
+    def hi(self):
+        """The row behind the last."""
+        return self.hi
+
+    @property
     def mode(self):
         """``"read"`` or ``"write"``."""
+        memory(self)
         return "write" if (<Handle *>self.lease).mode == LKV_WRITE else "read"
 
     @property
@@ -483,6 +452,7 @@ cdef class Lease(View):
 
     def __exit__(self, kind, value, traceback):
         # An exception inside a write leaves rows of which nobody knows how far they were written.
+        memory(self)
         (<Handle *>self.lease).end(kind is not None)
 
 
@@ -574,7 +544,6 @@ cdef inline Lease lease_object(Storage storage, lkv_lease *handle, int64_t lo, i
     cdef Lease lease = Lease.__new__(Lease)
     lease.lease = handle
     lease.buffer = storage.buffer
-    (<Buffer *>storage.buffer).retain()
     lease.storage = storage
     lease.lo = lo
     lease.hi = hi
@@ -583,7 +552,26 @@ cdef inline Lease lease_object(Storage storage, lkv_lease *handle, int64_t lo, i
     return lease
 
 
-cdef bint is_writable(object array) except -1:
+cdef object as_bytes(object data):
+    try:
+        view = memoryview(data)
+        if not view.c_contiguous:
+            raise TypeError("the bytes have gaps")
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except (TypeError, ValueError, BufferError) as error:
+        raise errors.ArgumentTypeError(f"data: expected bytes in one run, got {type(data).__name__}: {error}",
+                                       actual=data) from error
+
+
+cdef bint is_writable(object array, object kept) except -1:
+    if isinstance(array, View):
+        return not (<View>array).read_only
+    if isinstance(array, Bits):
+        return is_writable((<Bits>array).array, kept[1])
+    if isinstance(kept, Borrowed) and (<Borrowed>kept).versioned != NULL:
+        return not (<Borrowed>kept).versioned.flags & kDLFlagReadOnly
+    if isinstance(kept, tuple):
+        array = kept[0]  # what NumPy made of it
     flags = getattr(array, "flags", None)
     if flags is not None and hasattr(flags, "writeable"):
         return flags.writeable

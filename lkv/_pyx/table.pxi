@@ -99,6 +99,7 @@ cdef class SlotTable:
         if table.n_slots > STACK_SLOTS:
             refs = <ArrayRef *>checked_malloc(table.n_slots * sizeof(ArrayRef))
         try:
+            slots = as_slots(self, slots, "append")
             kept = borrow_all(self, slots, refs, "append")
             if not table.check(index, refs, table.n_slots, &rows, &fault):
                 raise_fault(self, "append", &fault, slots, rows)
@@ -121,7 +122,7 @@ cdef class SlotTable:
             turn = take_turn(self, step_of, rows, -1, "append")
             with turn:
                 with nogil:
-                    status = self.table.write(layer, self.table.queue.length(), refs, rows, fault)
+                    status = self.table.append_leased(layer, refs, rows, fault)
         if status == LKV_E_INVALID:
             raise_fault(self, "append", fault, slots, rows)
         return check(status, "append")
@@ -244,18 +245,13 @@ cdef class SlotTable:
         """
         cdef int64_t index = self.layer_index(layer)
         cdef int64_t timeout_ns = as_timeout(timeout)
-        cdef Handle *handle = <Handle *>new_lease(self.table.queue, committed_rows, 0)
-        if handle == NULL:
-            raise MemoryError("out of memory for a lease")
-        try:
-            raise_unless(acquire(handle.queue, &handle.request, timeout_ns), &handle.request, timeout_ns, "read")
-        except BaseException:
-            discard(<lkv_lease *>handle)
-            raise
-        try:
-            return make_rows(self, index, <lkv_lease *>handle, 0, handle.request.read_rows().hi, True, True)
-        finally:
-            handle.release()  # the views hold it now; without any, the right ends here
+        cdef LayerRows rows
+        while True:
+            rows = read_rows(self, index, timeout_ns)
+            # The storages may have been exchanged between the grant and the look at them.
+            if (<Handle *>rows.lease).request.epoch() == self.table.queue.epoch():
+                return rows
+            (<Handle *>rows.lease).end(False)
 
     def slot_version(self, layer, slot):
         """Return the version of a slot: moves by one with every append to its layer. 0 when unpopulated."""
@@ -265,30 +261,51 @@ cdef class SlotTable:
 
     def bump_version(self, layer, slot):
         """Say that a slot was written by means lkv did not see. Out of range it does nothing."""
-        cdef int64_t index = as_index(layer, "layer"), which = as_index(slot, "slot")
-        if 0 <= index < self.held().n_layers and 0 <= which < self.table.n_slots and self.table.populated(index):
-            self.table.at(index, <int32_t>which).version.fetch_add(1)
+        cdef int64_t index = 0
+        cdef int32_t which = 0
+        if self.find_slot(layer, slot, &index, &which) and self.table.populated(index):
+            self.table.at(index, which).version.fetch_add(1)
 
     def slot_storage(self, layer, slot):
         """Return the `Storage` behind a slot, or None when the layer is unpopulated or out of range."""
-        cdef int64_t index = as_index(layer, "layer"), which = as_index(slot, "slot")
-        if 0 <= index < self.held().n_layers and 0 <= which < self.table.n_slots:
+        cdef int64_t index = 0
+        cdef int32_t which = 0
+        if self.find_slot(layer, slot, &index, &which):
             return self.storages[index * self.table.n_slots + which]
         return None
 
-    def _populated(self, layer):
-        return self.table.populated(layer)
+    cdef int find_slot(self, object layer, object slot, int64_t *index, int32_t *which) except -1:
+        """Whether there is such a slot, with integers of any size."""
+        layer, slot = layout.as_int(layer, "layer"), layout.as_int(slot, "slot")
+        if not (0 <= layer < self.held().n_layers and 0 <= slot < self.table.n_slots):
+            return False
+        index[0] = layer
+        which[0] = slot
+        return True
 
-    def _place(self, layer, slot, Storage storage, offset, outer_stride, row_stride, shares):
+    def _populated(self, layer):
+        return self.held().populated(self.layer_index(layer))
+
+    def _check_adoptable(self, Storage storage, what):
+        """Refuse a storage that is leased now, or is part of another cache. Changes nothing."""
+        check(adoptable(<lkv_buffer *>held(storage), self.table.queue), what)
+
+    def _adopt(self, Storage storage, what):
+        """Lease a storage together with the whole cache from now on."""
+        check(adopt(<lkv_buffer *>held(storage), self.table.queue), what)
+
+    def _place(self, layer, slot, Storage storage not None, offset, outer_stride, row_stride, shares):
         """Put a slot of a layer into a storage, which from now on is leased with the whole cache."""
+        cdef int64_t index = self.layer_index(layer)
+        cdef int64_t which = layout.check_index(slot, self.table.n_slots, "slot")
         with cython.critical_section(self):
             check(adopt(<lkv_buffer *>held(storage), self.table.queue), "storage")
-            self.table.place(layer, slot, storage.buffer, offset, outer_stride, row_stride, shares)
-            self.storages[<int64_t>layer * self.table.n_slots + <int64_t>slot] = storage
+            self.table.place(index, <int32_t>which, storage.buffer, offset, outer_stride, row_stride, shares)
+            self.storages[index * self.table.n_slots + which] = storage
 
     def _drop(self, layer):
         """Take the storages out of a layer."""
-        cdef int64_t index = layer
+        cdef int64_t index = self.layer_index(layer)
         with cython.critical_section(self):
             self.table.drop(index)
             for slot in range(self.table.n_slots):
@@ -296,25 +313,26 @@ cdef class SlotTable:
 
     def _rewind(self, new_epoch):
         """Publish nothing; with a new epoch, leases on what was dropped do not hold up what comes. Needs a turn."""
-        self.table.queue.publish(0)
+        self.held().queue.publish(0)
         self.table.forget_unpublished(0)
         if new_epoch:
             self.table.queue.next_epoch()
 
     def _rebase(self, max_seq_len, shapes, dtype, device):
         """Change the geometry of a cache that holds no storage. Needs a turn."""
-        self.table.rebase(max_seq_len, find_device(device))
+        self.held().rebase(max_seq_len, find_device(device))
         self.dtype = dtype
         describe_slots(self, self.table, self.slots, shapes, dtype)
 
     def _note(self, layer):
         """Count the published rows of a layer as written. Needs a turn."""
-        self.table.note_written(layer, self.table.queue.length())
+        self.held().note_written(self.layer_index(layer), self.table.queue.length())
 
     def _zero(self):
         """Clear all rows of all slots. Needs a turn at all rows."""
         cdef int64_t layer
         cdef lkv_status status = LKV_OK
+        self.held()
         with nogil:
             for layer in range(self.table.n_layers):
                 if self.table.populated(layer):
@@ -358,7 +376,8 @@ cdef class Exclusive:
         return self
 
     def __exit__(self, kind, value, traceback):
-        (<Handle *>self.lease).end(False)
+        if self.lease != NULL:
+            (<Handle *>self.lease).end(False)
 
 
 cdef Exclusive take_turn(SlotTable cache, RequestKind kind, int64_t rows, int64_t timeout_ns, str what):
@@ -386,11 +405,13 @@ cdef inline int raise_unless(lkv_status status, Request *request, int64_t timeou
 
 
 @cython.final
+@cython.no_gc_clear  # the end of a step needs its cache
 @cython.freelist(8)
 cdef class Step:
     """An open step: the right to write the same rows of every layer, and to publish them together."""
     cdef SlotTable cache
     cdef lkv_lease *lease
+    cdef uint64_t ticket                   # of the table while this step is open
     cdef readonly int64_t start
     """The first new row."""
     cdef readonly int64_t n
@@ -402,21 +423,40 @@ cdef class Step:
     def __dealloc__(self):
         # A step that nobody ended is abandoned: what it wrote does not count.
         if self.lease != NULL:
-            if (<Handle *>self.lease).active():
-                self.cache.table.forget_unpublished(self.start)
+            self.end(False)
             (<Handle *>self.lease).release()
 
     cdef int usable(self) except -1:
-        if self.lease == NULL or not (<Handle *>self.lease).active():
+        if not self.open():
             raise errors.LeaseEndedError("the step has ended")
         if (<Handle *>self.lease).queue.forked():
             raise errors.ForkedError("the step was opened before fork() and cannot be used in the child")
         return 0
 
+    cdef bint open(self) noexcept:
+        return (self.lease != NULL and (<Handle *>self.lease).active()
+                and self.cache.table.ticket() == self.ticket)
+
+    cdef void close(self) noexcept:
+        """Nobody writes for the step any more: who does in another thread is waited for."""
+        cdef Table *table = self.cache.table
+        table.close()
+        if table.writing():
+            with nogil:
+                while table.writing():
+                    yield_thread()
+
+    cdef void end(self, bint publish) noexcept:
+        if self.open():
+            self.close()
+        if (<Handle *>self.lease).active() and not publish:
+            self.cache.table.forget_unpublished(self.start)
+        (<Handle *>self.lease).end(False)
+
     @property
     def active(self):
         """Whether the step is still open."""
-        return self.lease != NULL and (<Handle *>self.lease).active()
+        return self.open()
 
     def append(self, layer, slots):
         """Write this step's rows of one layer: one array ``[n, *slot_trailing[s]]`` per slot.
@@ -433,14 +473,15 @@ cdef class Step:
         if table.n_slots > STACK_SLOTS:
             refs = <ArrayRef *>checked_malloc(table.n_slots * sizeof(ArrayRef))
         try:
+            slots = as_slots(self.cache, slots, "append")
             kept = borrow_all(self.cache, slots, refs, "append")
             if not table.check(index, refs, table.n_slots, &rows, &fault):
                 raise_fault(self.cache, "append", &fault, slots, self.n)
             if rows * self.cache.token_bytes < RELEASE_GIL_FROM:
-                status = table.write(index, self.start, refs, rows, &fault)
+                status = table.write(self.ticket, index, self.start, refs, rows, &fault)
             else:
                 with nogil:
-                    status = table.write(index, self.start, refs, rows, &fault)
+                    status = table.write(self.ticket, index, self.start, refs, rows, &fault)
             if status == LKV_E_INVALID:
                 raise_fault(self.cache, "append", &fault, slots, self.n)
             check(status, "append")
@@ -502,19 +543,19 @@ cdef class Step:
             If a populated layer was not written. The step is abandoned then.
         """
         self.usable()
+        self.close()
         try:
             self.cache.check_complete("step", self.start + self.n)
         except BaseException:
-            self.abandon()
+            self.end(False)
             raise
         self.cache.table.queue.publish(self.start + self.n)
-        (<Handle *>self.lease).end(False)
+        self.end(True)
 
     def abandon(self):
         """End the step and publish nothing. Harmless after its end."""
-        if self.active:
-            self.cache.table.forget_unpublished(self.start)
-            (<Handle *>self.lease).end(False)
+        if self.open():
+            self.end(False)
 
     def __enter__(self):
         self.usable()
@@ -545,6 +586,7 @@ cdef Step open_step(SlotTable cache, int64_t count, int64_t timeout_ns):
     step.lease = <lkv_lease *>handle
     step.start = handle.request.write_rows().lo
     step.n = count
+    step.ticket = cache.table.ticket()
     if count > cache.table.capacity - step.start:
         handle.end(False)
         cache.check_room("step", step.start, count)
@@ -615,18 +657,36 @@ cdef class LayerRows:
         return f"LayerRows(layer {self.layer}, rows [{self.lo}, {self.hi}), {len(self)} slots{state})"
 
 
+cdef LayerRows read_rows(SlotTable cache, int64_t layer, int64_t timeout_ns):
+    cdef Handle *handle = <Handle *>new_lease(cache.table.queue, committed_rows, 0)
+    if handle == NULL:
+        raise MemoryError("out of memory for a lease")
+    try:
+        raise_unless(acquire(handle.queue, &handle.request, timeout_ns), &handle.request, timeout_ns, "read")
+    except BaseException:
+        discard(<lkv_lease *>handle)
+        raise
+    try:
+        return make_rows(cache, layer, <lkv_lease *>handle, 0, handle.request.read_rows().hi, True, True)
+    finally:
+        handle.release()  # the views hold it now; without any, the right ends here
+
+
 cdef LayerRows make_rows(SlotTable cache, int64_t layer, lkv_lease *lease, int64_t lo, int64_t hi, bint read_only,
                          bint ends):
     cdef LayerRows rows
-    cdef list views = []
+    cdef tuple views = PyTuple_New(cache.table.n_slots)
+    cdef View view
     cdef int32_t slot
     with cython.critical_section(cache):
         if not cache.table.populated(layer):
             raise errors.UnpopulatedLayerError(f"layer {layer} holds no storage")
         for slot in range(cache.table.n_slots):
-            views.append(slot_view(cache, layer, slot, lease, lo, hi, read_only))
+            view = slot_view(cache, layer, slot, lease, lo, hi, read_only)
+            Py_INCREF(view)
+            PyTuple_SET_ITEM(views, slot, view)
     rows = LayerRows.__new__(LayerRows)
-    rows.views = tuple(views)
+    rows.views = views
     rows.layer = layer
     rows.lo = lo
     rows.hi = hi
@@ -675,28 +735,51 @@ cdef void *checked_malloc(size_t nbytes) except NULL:
     return memory
 
 
-cdef inline object borrow_all(SlotTable cache, object slots, ArrayRef *refs, str what):
-    """Describes one array per slot; returns what to keep until they have been copied."""
-    cdef object kept = None, one, array
+cdef inline object borrow_all(SlotTable cache, tuple slots, ArrayRef *refs, str what):
+    """Describes one array per slot; returns what to keep, beside the slots, until they have been copied."""
+    cdef object kept = None, one
     cdef Py_ssize_t i
-    if type(slots) is not list and type(slots) is not tuple:
-        slots = as_slots(cache, slots, what)
-        kept = slots
-    if len(slots) != cache.table.n_slots:
-        raise_count(cache, len(slots), what)
     for i in range(cache.table.n_slots):
-        array = slots[i]
-        one = borrow(array, &refs[i])
+        if borrow_known(<object>PyTuple_GET_ITEM(slots, i), &refs[i]):
+            continue
+        try:
+            one = borrow(slots[i], &refs[i])
+        except Exception as error:
+            raise_borrow(cache, i, what, error)
         if one is not None:
-            kept = (kept, one, array)
+            kept = (kept, one)
     return kept
 
 
-cdef object as_slots(SlotTable cache, object slots, str what):
+cdef int raise_borrow(SlotTable cache, Py_ssize_t slot, str what, object error) except -1:
+    where = f"{what}: slot {slot} ({cache.slots[slot].name})"
+    if isinstance(error, MemoryError):
+        raise error
+    if isinstance(error, errors.LkvError):
+        raise type(error)(f"{where}: {error}", expected=error.expected, actual=error.actual) from None
+    raise errors.ArgumentTypeError(f"{where}: its own library refuses to export it: {type(error).__name__}: {error}",
+                                   actual=error) from error
+
+
+cdef inline tuple as_slots(SlotTable cache, object slots, str what):
+    """One array per slot, held: a list may change while the arrays of it are read."""
+    cdef tuple arrays
+    if type(slots) is list:
+        arrays = PyList_AsTuple(slots)
+    elif type(slots) is tuple:
+        arrays = slots
+    else:
+        arrays = other_slots(cache, slots, what)
+    if PyTuple_GET_SIZE(arrays) != cache.table.n_slots:
+        raise_count(cache, len(arrays), what)
+    return arrays
+
+
+cdef tuple other_slots(SlotTable cache, object slots, str what):
     if isinstance(slots, (list, tuple)):
         return tuple(slots)
     if isinstance(slots, LayerRows):
-        return (<LayerRows>slots).views
+        return (<LayerRows>slots).views or ()
     raise errors.ArgumentTypeError(f"{what}: slots: expected a list or tuple of {cache.table.n_slots} arrays, got "
                                    f"{type(slots).__name__}", expected=cache.table.n_slots, actual=slots)
 
@@ -721,6 +804,8 @@ cdef int raise_fault(SlotTable cache, str what, Fault *fault, object slots, int6
                                    expected=fault.expected, actual=fault.actual)
     if kind == fault_busy:
         raise errors.StepInProgressError(f"{what}: layer {fault.layer_index} is being written by another thread")
+    if kind == fault_ended:
+        raise errors.LeaseEndedError(f"{what}: the step has ended")
     cdef const SlotShape *shape = &cache.table.shape(fault.slot)
     count = fault.expected if kind == fault_rows else ("n" if rows < 0 else rows)
     expected = ", ".join([str(count) if i == shape.axis else str(shape.dims[i]) for i in range(shape.ndim)])
@@ -741,7 +826,7 @@ cdef int raise_fault(SlotTable cache, str what, Fault *fault, object slots, int6
 cdef str described(object array):
     shape = getattr(array, "shape", None)
     dtype = getattr(array, "dtype", None)
-    if shape is None:
+    if not isinstance(shape, tuple):
         return type(array).__name__
     if isinstance(dtype, numpy.dtype) and not dtype.isnative:
         dtype = f"{dtype.name} in foreign byte order"
@@ -760,10 +845,15 @@ cdef int append_all(Step step, object slots) except -1:
                                        actual=slots)
     for layer in range(table.n_layers):
         populated += table.populated(layer)
-    by_layer = len(slots) == 0 or isinstance(slots[0], (list, tuple))
+    slots = tuple(slots)
+    by_layer = len(slots) == 0 or isinstance(slots[0], (list, tuple, LayerRows))
     if by_layer and len(slots) != populated:
         raise errors.ShapeMismatchError(f"append_layers: expected {populated} layers, got {len(slots)}",
                                         expected=populated, actual=len(slots))
+    if by_layer:
+        slots = tuple([as_slots(cache, arrays, "append_layers") for arrays in slots])
+    else:
+        as_slots(cache, slots, "append_layers")
     refs = <ArrayRef *>checked_malloc(max(populated, 1) * n_slots * sizeof(ArrayRef))
     try:
         kept = borrow_layers(cache, slots, refs) if by_layer else borrow_stacked(cache, slots, refs, populated)
@@ -773,7 +863,7 @@ cdef int append_all(Step step, object slots) except -1:
             rows = step.n
             if not table.check(layer, refs + row * n_slots, n_slots, &rows, &fault):
                 raise_fault(cache, f"append_layers: layer {layer}", &fault,
-                            slots[row] if by_layer else [array[row] for array in slots], step.n)
+                            slots[row] if by_layer else [one_layer(array, row) for array in slots], step.n)
             row += 1
         if populated * step.n * cache.token_bytes < RELEASE_GIL_FROM:
             status = write_all(step, refs, &fault)
@@ -788,13 +878,20 @@ cdef int append_all(Step step, object slots) except -1:
     return 0
 
 
+cdef object one_layer(object array, int64_t row):
+    try:
+        return array[row]
+    except Exception:
+        return array  # it is only for a message
+
+
 cdef lkv_status write_all(Step step, const ArrayRef *refs, Fault *fault) noexcept nogil:
     cdef Table *table = step.cache.table
     cdef int64_t layer
     cdef lkv_status status
     for layer in range(table.n_layers):
         if table.populated(layer):
-            status = table.write(layer, step.start, refs, step.n, fault)
+            status = table.write(step.ticket, layer, step.start, refs, step.n, fault)
             if status != LKV_OK:
                 return status
             refs += table.n_slots
@@ -818,10 +915,11 @@ cdef object borrow_stacked(SlotTable cache, object slots, ArrayRef *refs, int64_
     cdef int32_t slot
     cdef int i
     cdef object kept = None
-    if len(slots) != cache.table.n_slots:
-        raise_count(cache, len(slots), "append_layers")
     for slot in range(cache.table.n_slots):
-        kept = (kept, borrow(slots[slot], &whole))
+        try:
+            kept = (kept, borrow(slots[slot], &whole))
+        except Exception as error:
+            raise_borrow(cache, slot, "append_layers", error)
         if whole.ndim < 1 or whole.shape[0] != populated:
             raise errors.ShapeMismatchError(
                 f"append_layers: slot {slot} ({cache.slots[slot].name}): expected {populated} layers stacked along the "

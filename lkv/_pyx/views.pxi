@@ -22,6 +22,7 @@ cdef extern from *:
                          object base)
 
 
+@cython.no_gc  # a storage refers to nothing that could refer back
 @cython.freelist(32)
 cdef class View:
     """Some rows of a storage as an array of a fixed shape, made by leases and caches.
@@ -34,10 +35,10 @@ cdef class View:
 
     def __dealloc__(self):
         # Releases only: never waits, never needs another object.
+        if self.buffer != NULL and (self.lease == NULL or (<Handle *>self.lease).buffer != self.buffer):
+            (<Buffer *>self.buffer).release()
         if self.lease != NULL:
             (<Handle *>self.lease).release()
-        if self.buffer != NULL:
-            (<Buffer *>self.buffer).release()
 
     def __init__(self):
         raise TypeError(f"{type(self).__name__} objects come from leases and caches")
@@ -60,7 +61,12 @@ cdef class View:
     @property
     def device(self):
         """Where the memory is."""
-        return location_of((<Buffer *>self.buffer).device)
+        return location_of(memory(self).device)
+
+    @property
+    def host_accessible(self):
+        """Whether the CPU may load and store the elements."""
+        return (<Device *>memory(self).device).table.host_accessible != 0
 
     @property
     def readonly(self):
@@ -70,6 +76,7 @@ cdef class View:
     @property
     def nbytes(self):
         """Bytes of the elements."""
+        memory(self)
         return self.size * dtype_info(self.code).itemsize
 
     @property
@@ -118,6 +125,9 @@ cdef class View:
         cdef Versioned *exported
         if api == NULL:
             raise ImportError("torch() needs PyTorch 2.10 or newer; pip install 'latent-kv[torch]'")
+        usable(self)
+        if device_of(self).table.sync != NULL:
+            await_rows_on(self, api)
         exported = export(self)
         exported.flags = 0
         if api.managed_tensor_to_py_object_no_sync(exported, &tensor) != 0:
@@ -125,8 +135,26 @@ cdef class View:
         return take_object(<PyObject *>tensor)
 
     def cupy(self):
-        """Return the rows as a CuPy array over the same memory."""
-        return import_extra("cupy", "cuda12' or 'latent-kv[cuda13").from_dlpack(self)
+        """Return the rows as a CuPy array over the same memory, ready for CuPy's current stream.
+
+        CuPy has no read-only arrays: an array from a read lease must not be written. Element types that CuPy does not
+        know come as unsigned integers of the same size.
+
+        Raises
+        ------
+        DeviceMismatchError
+            If the memory is not a CUDA device's.
+        """
+        return cupy_array(self)
+
+    @property
+    def __cuda_array_interface__(self):
+        """The rows by version 3 of the protocol; an AttributeError for other memory, bfloat16 and float8."""
+        return cuda_array_interface(self)
+
+    def copy_from(self, View source not None):
+        """Copy all elements of a view of the same shape and type here, from whatever device."""
+        copy_elements(self, source)
 
     def __array__(self, dtype=None, copy=None):
         array = self.numpy()
@@ -150,8 +178,13 @@ cdef class View:
             raise BufferError(f"{self.dtype} has no format in the buffer protocol: use numpy() or DLPack")
         for i in range(self.ndim):
             self.byte_steps[i] = self.steps[i] * itemsize
-        if not flags & PyBUF_STRIDES == PyBUF_STRIDES and not contiguous(self):
-            raise BufferError("the rows are strided and the consumer cannot take strides")
+        if not contiguous(self):
+            if not flags & PyBUF_STRIDES == PyBUF_STRIDES:
+                raise BufferError("the rows are strided and the consumer cannot take strides")
+            if flags & (PyBUF_C_CONTIGUOUS | PyBUF_ANY_CONTIGUOUS) & ~PyBUF_STRIDES:
+                raise BufferError("the rows are strided and the consumer expects C order")
+        if flags & PyBUF_F_CONTIGUOUS & ~PyBUF_STRIDES and not one_dimensional(self):
+            raise BufferError("the rows are in C order and the consumer expects Fortran order")
         out.buf = self.data
         out.obj = self
         out.len = self.nbytes
@@ -165,7 +198,7 @@ cdef class View:
         out.internal = NULL
 
     def __dlpack_device__(self):
-        cdef Device *device = <Device *>(<Buffer *>self.buffer).device
+        cdef Device *device = <Device *>memory(self).device
         return device.table.dl_device_type, device.ordinal
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
@@ -178,13 +211,21 @@ cdef class View:
         """
         cdef DLManagedTensor *legacy
         cdef Versioned *tensor
-        cdef bint versioned = max_version is not None and max_version[0] >= 1
+        cdef bint versioned = max_version is not None and tuple(max_version) >= (1,)
+        memory(self)
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
-            raise BufferError(f"dl_device: the memory is on {self.__dlpack_device__()}, not on {tuple(dl_device)}")
-        if stream is not None and (<Device *>(<Buffer *>self.buffer).device).table.sync == NULL:
-            raise BufferError(f"stream: expected None for {self.device}, got {stream!r}")
+            if tuple(dl_device) != (kDLCPU, 0) or copy is False:
+                raise BufferError(f"dl_device: the memory is on {self.__dlpack_device__()}, not on {tuple(dl_device)}")
+            copy = True
+        else:
+            await_rows(self, stream)
         if copy:
-            return copied_view(self).__dlpack__(max_version=max_version)
+            target = self.device if dl_device is None or tuple(dl_device) == self.__dlpack_device__() else "cpu"
+            capsule = copied_view(self, target).__dlpack__(stream=stream, max_version=max_version)
+            if versioned:
+                tensor = <Versioned *>PyCapsule_GetPointer(capsule, "dltensor_versioned")
+                tensor.flags |= kDLFlagIsCopied
+            return capsule
         if versioned:
             tensor = export(self)
             try:
@@ -212,9 +253,14 @@ cdef class View:
                 f"{'read-only' if self.read_only else 'writable'})")
 
 
-cdef int usable(View view) except -1:
+cdef Buffer *memory(View view) except NULL:
     if view.buffer == NULL:
-        raise errors.LeaseEndedError("the view was never made")
+        raise TypeError(f"the {type(view).__name__} was never initialised")
+    return <Buffer *>view.buffer
+
+
+cdef int usable(View view) except -1:
+    memory(view)
     if view.lease != NULL and not (<Handle *>view.lease).active():
         raise errors.LeaseEndedError("the lease has ended; arrays exported before are memory-safe, but no longer "
                                      "protected from writers")
@@ -250,9 +296,21 @@ cdef Versioned *export(View view) except NULL:
     return tensor
 
 
+cdef bint one_dimensional(View view) noexcept:
+    cdef int i, long_dims = 0
+    for i in range(view.ndim):
+        if view.dims[i] == 0:
+            return True
+        long_dims += view.dims[i] > 1
+    return long_dims <= 1 and contiguous(view)
+
+
 cdef bint contiguous(View view) noexcept:
     cdef int64_t stride = 1
     cdef int i
+    for i in range(view.ndim):
+        if view.dims[i] == 0:
+            return True
     for i in range(view.ndim - 1, -1, -1):
         if view.dims[i] != 1 and view.steps[i] != stride:
             return False
@@ -305,7 +363,9 @@ def bits(array, dtype):
     cdef ArrayRef ref
     cdef Bits made = Bits.__new__(Bits)
     found = dtypes.DType.of(dtype)
-    kept = borrow(numpy.asarray(array) if isinstance(array, (list, memoryview, bytearray)) else array, &ref)
+    if isinstance(array, (list, memoryview, bytearray)):
+        array = numpy.asarray(array)
+    kept = borrow(array, &ref)
     if ref.dl_bits != found.dl_bits:
         raise errors.DTypeMismatchError(f"bits: expected elements of {found.itemsize} bytes for {found}, got "
                                         f"{ref.dl_bits // 8}", expected=found.itemsize, actual=ref.dl_bits // 8)
@@ -328,19 +388,39 @@ cdef void drop_legacy_capsule(object capsule) noexcept:
         tensor.deleter(tensor)
 
 
-cdef object copied_view(View view):
+cdef object copied_view(View view, object device):
     """The same elements in a storage of their own, writable."""
-    cdef Storage storage = Storage(view.shape, view.dtype, view.device)
-    cdef View copy = storage.alias()
-    copy.numpy()[...] = view.numpy()
+    usable(view)
+    cdef View copy = fresh_view(view.shape, view.dtype, device)
+    copy_elements(copy, view)
     return copy
+
+
+cdef View fresh_view(tuple shape, object dtype, object device):
+    """A view of a new storage; unlike a storage's, its shape may be empty or hold zeros."""
+    cdef Storage storage = Storage(max(layout.checked_product(shape, "shape"), 1), dtype, device)
+    return in_shape(storage.alias(), shape)
+
+
+cdef View in_shape(View view, tuple shape):
+    """Gives a view in C order another shape of as many elements."""
+    cdef int64_t stride = 1
+    cdef int i
+    if len(shape) > 8:
+        raise errors.GeometryError(f"shape: expected at most 8 dims, got {len(shape)}", actual=len(shape))
+    view.ndim = <int>len(shape)
+    for i in range(view.ndim - 1, -1, -1):
+        view.dims[i] = shape[i]
+        view.steps[i] = stride
+        stride *= max(view.dims[i], 1)
+    return view
 
 
 cdef lkv_device *device_of_dlpack(DLDevice device) except NULL:
     if device.device_type in (1, 3):
         return cpu()
     if device.device_type == 2:
-        return find_device(devices.DeviceLocation("cuda", device.device_id))
+        return find_device(devices.resolve(devices.DeviceLocation("cuda", device.device_id)))
     raise errors.DeviceUnavailableError(f"device: DLPack device type {device.device_type} is not known")
 
 
@@ -360,9 +440,8 @@ cdef int exchange_allocate(DLTensor *prototype, Versioned **out, void *error_ctx
                            void (*set_error)(void *, const char *, const char *) noexcept) noexcept with gil:
     out[0] = NULL
     try:
-        storage = Storage([prototype.shape[i] for i in range(prototype.ndim)] or (1,), code_name(prototype.dtype),
-                          "cpu" if prototype.device.device_type == kDLCPU else f"cuda:{prototype.device.device_id}")
-        out[0] = export(<View>storage.alias())
+        shape = layout.check_dims([prototype.shape[i] for i in range(prototype.ndim)], "shape")
+        out[0] = export(fresh_view(shape, code_name(prototype.dtype), location_of(device_of_dlpack(prototype.device))))
         return 0
     except BaseException as error:
         text = str(error).encode()
@@ -422,9 +501,13 @@ cdef int exchange_borrow(void *array, DLTensor *out) noexcept with gil:
         return -1
 
 
-cdef int exchange_stream(int32_t device_type, int32_t device_id, void **out) noexcept:
+cdef int exchange_stream(int32_t device_type, int32_t device_id, void **out) noexcept with gil:
     out[0] = NULL
-    return 0
+    try:
+        return current_stream(<Device *>device_of_dlpack(DLDevice(device_type, device_id)), out)
+    except BaseException as error:
+        PyErr_SetObject(type(error), error)
+        return -1
 
 
 cdef void drop_tensor(void *context) noexcept nogil:
@@ -439,19 +522,25 @@ cdef View view_of_tensor(Versioned *tensor):
     cdef View view = View.__new__(View)
     cdef DLTensor *array = &tensor.dl_tensor
     cdef int64_t reach = 1, stride = 1
+    cdef bint empty = False
     cdef int i
     try:
         dtype = code_name(array.dtype)
-        if array.ndim > 8:
+        if not 0 <= array.ndim <= 8:
             raise errors.ShapeMismatchError(f"tensor: expected at most 8 dims, got {array.ndim}")
         view.ndim = array.ndim
         for i in range(array.ndim - 1, -1, -1):
             view.dims[i] = array.shape[i]
             view.steps[i] = array.strides[i] if array.strides != NULL else stride
             stride *= max(array.shape[i], 1)
-            if view.steps[i] < 0:
+            empty |= array.shape[i] == 0
+            if array.shape[i] > 1 and view.steps[i] < 0:
                 raise errors.ShapeMismatchError("tensor: negative strides are not supported")
             reach += max(array.shape[i] - 1, 0) * view.steps[i]
+        if empty:  # there may be no memory at all
+            view = fresh_view(view.shape, dtype, location_of(device_of_dlpack(array.device)))
+            drop_tensor(tensor)
+            return view
         memset(&desc, 0, sizeof(desc))
         desc.struct_size = sizeof(desc)
         desc.device = device_of_dlpack(array.device)

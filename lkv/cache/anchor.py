@@ -43,10 +43,16 @@ def _is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def _is_cupy(value: object) -> bool:
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(value, cupy.ndarray)
+
+
 _KINDS = (
     ArrayKind("numpy", lambda value: isinstance(value, np.ndarray), lambda anchor: "cpu", View.numpy),
     ArrayKind("lkv", lambda value: isinstance(value, (View, Storage)), lambda anchor: anchor.device, lambda view: view),
     ArrayKind("torch", _is_torch, lambda anchor: anchor.device, View.torch),
+    ArrayKind("cupy", _is_cupy, lambda anchor: f"cuda:{anchor.device.id}", View.cupy),
 )
 
 
@@ -64,7 +70,7 @@ def anchored(anchor: object) -> tuple[ArrayKind, DeviceLocation]:
         if kind.accepts(anchor):
             return kind, resolve(kind.device(anchor))
     raise ArgumentTypeError(
-        "anchor: expected a numpy.ndarray, a torch.Tensor, or a View, Lease or Storage of lkv; "
+        "anchor: expected a numpy.ndarray, a torch.Tensor, or a View, Lease or Storage of lkv, or a cupy.ndarray; "
         f"got {type(anchor).__name__}",
         expected=tuple(kind.name for kind in _KINDS),
         actual=anchor,

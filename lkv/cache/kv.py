@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Self
@@ -10,7 +11,14 @@ from lkv._storage import Storage
 from lkv.cache.persistent import PersistentCache, Place
 from lkv.devices import DeviceLocation, resolve
 from lkv.dtypes import DType
-from lkv.errors import ArgumentTypeError, DeviceMismatchError, DTypeMismatchError, ShapeMismatchError
+from lkv.errors import (
+    ArgumentTypeError,
+    DeviceMismatchError,
+    DTypeMismatchError,
+    GeometryError,
+    ReadOnlyError,
+    ShapeMismatchError,
+)
 from lkv.ids import AllocId
 from lkv.layout import Layout, SlotSpec, check_count, check_index, checked_product
 
@@ -90,7 +98,7 @@ class KvCache(PersistentCache):
     def with_dims(cls, n_layers: int, n_kv_heads: int, head_dim: int) -> Self:
         """Make a cache without memory; `set_layer` gives it layers, of which the first fixes capacity and dtype."""
         cache = cls._with_geometry(n_layers, n_kv_heads, head_dim, 0, DType.of("bfloat16"), DeviceLocation("cpu"))
-        cache._location = None
+        cache._location = cache._home = None
         cache._populate = frozenset()
         cache._alloc_id = AllocId.next()
         return cache
@@ -134,33 +142,43 @@ class KvCache(PersistentCache):
         ------
         ShapeMismatchError, DTypeMismatchError, DeviceMismatchError
             If the storages do not fit the cache or each other. Nothing is changed.
+        GeometryError
+            If one of the storages belongs to another layer or another cache.
         LeaseTimeoutError
             If one of the storages is leased.
+        ReadOnlyError
+            If the memory of one may not be written.
         StepInProgressError
             Inside a step of the same thread.
         """
         layer = check_index(layer, self.n_layers, "layer")
         if not isinstance(kv, KvLayer):
             raise ArgumentTypeError(f"kv: expected a KvLayer, got {type(kv).__name__}", actual=kv)
-        with self._turn(0, "set_layer"):
-            empty = not any(self._populated(other) for other in range(self.n_layers))
-            rows = kv.k.rows if empty and not self._populate else self.max_seq_len
-            dtype = kv.k.dtype if empty and not self._populate else self.dtype
-            device = kv.k.device if empty else self._device()
-            self._check_layer(kv, rows, dtype, device)
-            if empty:
-                self._rebase(rows, self._shapes(), dtype, device)
-            for slot, storage in enumerate((kv.k, kv.v)):
-                self._place(layer, slot, storage, 0, *self._strides(), shares=False)
-            self._note(layer)
-            self._location = None
-            self._alloc_id = AllocId.next()
-
-    def _check_layer(self, kv: KvLayer, rows: int, dtype: DType, device: DeviceLocation) -> None:
-        shape = (1, self._heads, rows, self._head_dim)
         for name, storage in (("k", kv.k), ("v", kv.v)):
             if not isinstance(storage, Storage):
                 raise ArgumentTypeError(f"kv.{name}: expected a Storage, got {type(storage).__name__}", actual=storage)
+        with self._turn(0, "set_layer"):
+            empty = not any(self._populated(other) for other in range(self.n_layers))
+            fixes = empty and not self._populate  # capacity, dtype and device
+            rows = kv.k.rows if fixes else self.max_seq_len
+            dtype = kv.k.dtype if fixes else self.dtype
+            device = kv.k.device if fixes else self._device()
+            self._check_layer(layer, kv, rows, dtype, device)
+            for storage in (kv.k, kv.v):
+                self._adopt(storage, "set_layer")  # the last that can fail
+            with self._changing:
+                if fixes:
+                    self._rebase(rows, self._shapes(), dtype, device)
+                for slot, storage in enumerate((kv.k, kv.v)):
+                    self._place(layer, slot, storage, 0, *self._strides(), shares=False)
+                self._note(layer)
+                self._location = None
+                self._alloc_id = AllocId.next()
+
+    def _check_layer(self, layer: int, kv: KvLayer, rows: int, dtype: DType, device: DeviceLocation) -> None:
+        shape = (1, self._heads, rows, self._head_dim)
+        taken = {self.slot_storage(other, slot): other for other in range(self.n_layers) for slot in KvSlot}
+        for name, storage in (("k", kv.k), ("v", kv.v)):
             if storage.shape != shape or storage.axis != 2:
                 raise ShapeMismatchError(
                     f"kv.{name}: expected {shape} with rows along axis 2, got {storage.shape}, axis {storage.axis}",
@@ -175,13 +193,16 @@ class KvCache(PersistentCache):
                 raise DeviceMismatchError(
                     f"kv.{name}: expected {device}, got {storage.device}", expected=device, actual=storage.device
                 )
-            with storage.write(timeout=0):  # writable, and in nobody's hands
-                pass
+            if storage.readonly:
+                raise ReadOnlyError(f"kv.{name}: expected memory that may be written, got read-only memory")
+            if taken.get(storage, layer) != layer:
+                raise GeometryError(f"kv.{name}: the storage is that of layer {taken[storage]} already", actual=storage)
+            self._check_adoptable(storage, f"kv.{name}")
         if kv.k == kv.v:
-            raise ShapeMismatchError("kv.v: expected another storage than kv.k, got the same")
+            raise GeometryError("kv.v: expected another storage than kv.k, got the same", actual=kv.v)
 
     def _device(self) -> DeviceLocation:
-        return self._storages()[0].device
+        return self._home if self._home is not None else self._storages()[0].device
 
     def _shapes(self) -> list[tuple[tuple[int, ...], int]]:
         return [((1, self._heads, 0, self._head_dim), 2)] * 2
@@ -190,8 +211,16 @@ class KvCache(PersistentCache):
         row = self._head_dim * self.dtype.itemsize
         return self.max_seq_len * row, row
 
+    def _like(self, location: DeviceLocation, populate: Sequence[int]) -> Self:
+        dims = (self.n_layers, self._heads, self._head_dim)
+        if not self.max_seq_len:
+            return self.with_dims(*dims)
+        made = self._with_geometry(*dims, self.max_seq_len, self.dtype, location)
+        made._start(location, populate)
+        return made
+
     def _new_layer(self) -> list[Place]:
-        kv = KvLayer.allocate(self._heads, self._head_dim, self.max_seq_len, self.dtype, self._location)
+        kv = KvLayer.allocate(self._heads, self._head_dim, self.max_seq_len, self.dtype, self._home)
         return [(storage, 0, *self._strides()) for storage in (kv.k, kv.v)]
 
     def _layout(self, slot: int) -> Layout:

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from lkv._storage import Storage, View
 from lkv.cache.persistent import PersistentCache, Place, layer_set
-from lkv.devices import resolve
+from lkv.devices import DeviceLocation, resolve
 from lkv.dtypes import DType
 from lkv.errors import ArgumentTypeError, GeometryError
 from lkv.layout import Layout, SlotSpec, check_count, checked_product, slot_specs
@@ -147,9 +147,21 @@ class LatentKvCache(PersistentCache):
 
         return tuple(of_layer(layer) for layer in range(self.n_layers))
 
+    def _like(self, location: DeviceLocation, populate: Sequence[int]) -> Self:
+        return type(self).with_capacity(
+            self.n_layers,
+            self.max_seq_len,
+            dtype=self.dtype,
+            device=location,
+            slots=self.slots,
+            layers=populate,
+            layout=self.layout,
+            huge_pages=self._huge_pages,
+        )
+
     def _new_layer(self) -> list[Place]:
         size = self.dtype.itemsize
-        where, huge = self._location, self._huge_pages
+        where, huge = self._home, self._huge_pages
         if not self._packed:
             shapes = [(self.max_seq_len, *spec.trailing) for spec in self.slots]
             storages = [Storage(shape, self.dtype, where, huge_pages=huge) for shape in shapes]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Container, Iterable, Sequence
+from contextlib import AbstractContextManager
+from threading import RLock
+from typing import Any, Self
 
 import numpy as np
 
-from lkv._storage import SlotTable, Storage
+from lkv._storage import SlotTable, Storage, View, gather_rows, rows_beside
 from lkv.cache.slots import LatentSlot, Layers
-from lkv.devices import DeviceLocation
+from lkv.devices import DeviceLocation, resolve
 from lkv.errors import ArgumentTypeError, GeometryError, LayerIndexError
 from lkv.ids import AllocId
 from lkv.layout import Layout, check_index
@@ -27,8 +29,16 @@ class PersistentCache(SlotTable):
     """
 
     _alloc_id: AllocId
-    _location: DeviceLocation | None
+    _location: DeviceLocation | None  # as far as it can be proven
+    _home: DeviceLocation | None  # where repopulate() allocates
     _populate: frozenset[int]
+    _changing: AbstractContextManager[bool]  # held while storages and id disagree; a leaf, taken after a turn
+
+    def __new__(cls) -> Self:
+        """Make an object without geometry, for the class methods to fill."""
+        cache = super().__new__(cls)
+        cache._changing = RLock()
+        return cache
 
     def __init__(self) -> None:
         raise TypeError(f"{type(self).__name__} objects come from {type(self).__name__}.with_capacity(...)")
@@ -42,7 +52,7 @@ class PersistentCache(SlotTable):
         raise NotImplementedError
 
     def _start(self, location: DeviceLocation, populate: Iterable[int]) -> None:
-        self._location = location
+        self._home = location
         self._populate = frozenset(populate)
         self._put(self._allocate())
 
@@ -53,12 +63,15 @@ class PersistentCache(SlotTable):
         for layer, places in fresh.items():
             for slot, place in enumerate(places):
                 self._place(layer, slot, *place, shares=self.n_slots > 1 and place[0] is places[slot - 1][0])
+        self._location = self._home
         self._alloc_id = AllocId.next()
 
-    def _empty(self) -> None:
-        for layer in range(self.n_layers):
-            self._drop(layer)
+    def _empty(self, keep: Container[int] = ()) -> None:
+        # The length goes first: who looks in meanwhile finds no rows, never those of a storage that is leaving.
         self._rewind(True)
+        for layer in range(self.n_layers):
+            if layer not in keep:
+                self._drop(layer)
 
     @property
     def alloc_id(self) -> AllocId:
@@ -101,7 +114,7 @@ class PersistentCache(SlotTable):
         StepInProgressError
             Inside a step of the same thread; a step of another thread is waited for.
         """
-        with self._turn(0, "clear"):
+        with self._turn(0, "clear"), self._changing:
             self._empty()
             self._alloc_id = AllocId.next()
 
@@ -117,8 +130,9 @@ class PersistentCache(SlotTable):
         """
         with self._turn(0, "repopulate"):
             fresh = self._allocate()
-            self._empty()
-            self._put(fresh)
+            with self._changing:
+                self._empty(keep=fresh)
+                self._put(fresh)
 
     def wipe(self, timeout: float | None = None) -> None:
         """Fill every row with zeros and cache nothing, under the same id: to hand the cache to another tenant.
@@ -138,7 +152,47 @@ class PersistentCache(SlotTable):
             self._zero()
             self._rewind(False)
 
-    def gather(self, layer: int, rows: Any, timeout: float | None = None) -> tuple[np.ndarray[Any, Any], ...]:
+    def to(self, device: Any, timeout: float | None = None) -> Self:
+        """Return a new cache with the committed rows on a device, or a copy on the same one.
+
+        Geometry, slots and populated layers are those of this cache; the allocation id is new.
+
+        Parameters
+        ----------
+        device : str, DeviceLocation or torch.device
+            Where to.
+        timeout : float, optional
+            Seconds to wait for the rows.
+
+        Raises
+        ------
+        OutOfMemoryError
+            If the memory does not suffice; nothing stays allocated.
+        DeviceUnavailableError
+            If the device cannot be used; says why.
+        """
+        location = resolve(device)
+        populated = [layer for layer in range(self.n_layers) if self._populated(layer)]
+        made = self._like(location, populated)
+        if not populated:
+            return made
+        with self.read(populated[0], timeout) as held:
+            if held.hi == 0:
+                return made
+            with made.step(held.hi) as step:
+                for layer in populated:
+                    for target, source in zip(step.reserve(layer), rows_beside(self, held, layer), strict=True):
+                        target.copy_from(source)
+                    step.note_write(layer)
+        return made
+
+    def _like(self, location: DeviceLocation, populate: Sequence[int]) -> Self:
+        """Make an empty cache of the same geometry elsewhere."""
+        raise NotImplementedError
+
+    def gather(
+        self, layer: int, rows: Any, timeout: float | None = None
+    ) -> tuple[np.ndarray[Any, Any], ...] | tuple[View, ...]:
         """Copy chosen published rows of a layer.
 
         Parameters
@@ -152,8 +206,8 @@ class PersistentCache(SlotTable):
 
         Returns
         -------
-        tuple of numpy.ndarray
-            One array per slot, the chosen rows in place of the row dimension.
+        tuple of numpy.ndarray, or of View
+            One array per slot, the chosen rows in place of the row dimension; on a device, views of new storages there.
 
         Raises
         ------
@@ -171,7 +225,9 @@ class PersistentCache(SlotTable):
                 raise LayerIndexError(
                     f"rows: expected 0 to {view.hi - 1}, got {bad}", expected=(0, view.hi), actual=bad
                 )
-            return tuple(np.take(array, index, axis=self._row_axis) for array in view.numpy())
+            if not view[0].host_accessible:
+                return tuple(gather_rows(slot, self._row_axis, index) for slot in view)
+            return tuple(np.asarray(np.take(array, index, axis=self._row_axis)) for array in view.numpy())
 
     def rebind_location(self) -> DeviceLocation | None:
         """Return where the rows are for a plan that wants to re-bind; None when that cannot be proven."""
@@ -180,6 +236,14 @@ class PersistentCache(SlotTable):
     def rebind_slot(self, layer: int, which: int) -> Storage | None:
         """Return the storage that a plan would bind for a slot; None when there is none."""
         return self.slot_storage(layer, which)
+
+    def rebind_encoding(self, which: int) -> tuple[str, Layout]:
+        """Return how a plan reads the slot: its tag, and its layout inside the storage."""
+        return self.slots[which].tag, self._layout(which)
+
+    def rebind_hold(self) -> AbstractContextManager[object]:
+        """Keep id, location and storages as they are for a moment, so that a plan can take them together."""
+        return self._changing
 
     _row_axis = 0
 
@@ -209,10 +273,10 @@ class PersistentCache(SlotTable):
         )
 
 
-def layer_set(layers: Iterable[int] | None, n_layers: int) -> list[int]:
+def layer_set(layers: Iterable[int] | None, n_layers: int) -> Sequence[int]:
     """Return the layers to populate, checked; None means all."""
     if layers is None:
-        return list(range(n_layers))
+        return range(n_layers)
     try:
         chosen = [check_index(layer, n_layers, "layers") for layer in layers]
     except TypeError as error:

@@ -104,11 +104,12 @@ def dims(tensor):
 
 
 class Producer:
-    """An array with nothing but `__dlpack__`, over a NumPy array; counts the calls of its deleter."""
+    """An array with nothing but `__dlpack__`, over a NumPy array; counts the calls and those of its deleter."""
 
     def __init__(self, array, *, versioned=True, flags=0, major=1, code=None, bits=None, lanes=1, null=False, device=1):
         kinds = {"f": 2, "i": 0, "u": 1, "b": 6}
-        self.array, self.deleted, self.versioned = array, 0, versioned
+        self.array, self.versioned = array, versioned
+        self.asked = self.deleted = 0
         self.shape, self.dtype = array.shape, array.dtype
         self._shape = (c_int64 * max(array.ndim, 1))(*array.shape)
         self._strides = (c_int64 * max(array.ndim, 1))(*(step // array.itemsize for step in array.strides))
@@ -140,5 +141,16 @@ class Producer:
     def __dlpack__(self, **options):
         if not self.versioned and options:
             raise TypeError("__dlpack__() takes no keyword arguments")
+        self.asked += 1
         name = b"dltensor_versioned" if self.versioned else b"dltensor"
         return _new(ctypes.addressof(self.managed), name, None)
+
+
+class Odd:
+    """An object whose `__dlpack__` does what it was told."""
+
+    def __init__(self, action):
+        self.action = action
+
+    def __dlpack__(self, **_):
+        return self.action()

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Tests of the core without Python: run.sh [plain|thread|address|valgrind|coverage|mutants|all]...
+# Tests of the core without Python: run.sh [plain|thread|address|valgrind|coverage|mutants|all]..., or run.sh bench.
 # CXX names the compiler, LKV_TEST_PERCENT scales the iteration counts. Nothing is written into the checkout.
 set -euo pipefail
 cd "$(dirname "$0")"
-core=${LKV_CORE:-../../lkv/_core}
+core=../../lkv/_core
 include=../../include
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 jobs=$(nproc)
 percent=${LKV_TEST_PERCENT:-100}
-programs=(test_queue model_queue stress_queue stress_storage test_api test_devices test_slots test_process)
+programs=(test_queue test_fences test_api test_devices test_slots test_memory test_process
+    model_queue stress_queue stress_storage)
 common=(-std=c++17 -g -pthread -fPIC -Wall -Wextra -Werror -I"$include" -I"$core")
 
 build() { # folder, flags...
@@ -34,7 +35,8 @@ run() { # folder, percent, command before the program...
 plain() {
     build plain -O2
     run plain 100
-    if [ -z "${CXX:-}" ] && command -v clang++ >/dev/null; then CXX=clang++ build clang -O2; fi
+    [ -n "${CXX:-}" ] || ! command -v clang++ >/dev/null ||
+        printf '%s\n' "$core"/*.cpp ./*.cpp | xargs -P "$jobs" -n 1 clang++ "${common[@]}" -fsyntax-only
 }
 
 thread() {
@@ -56,7 +58,6 @@ coverage() {
     build coverage -O0 --coverage
     run coverage 10
     local line
-    # Each program links objects of its own name: the counts of a core file gather in its one .gcda.
     line=$(cd "$work/coverage" && gcov -n ./*.gcda 2>/dev/null | awk -v core="_core/" '
         /^File/ { file = $2; gsub(/\047/, "", file); wanted = index(file, core) }
         /^Lines executed/ && wanted {
@@ -74,6 +75,12 @@ coverage() {
     awk -v percent="$(echo "$line" | tail -1)" 'BEGIN { exit !(percent >= 95) }'
 }
 
+bench() {
+    programs=(bench_queue)
+    build bench -O3
+    "$work/bench/bench_queue" "$@"
+}
+
 mutants() { ./mutants.sh; }
 
 all() { for mode in plain thread address valgrind coverage mutants; do step "$mode"; done; }
@@ -86,5 +93,6 @@ step() {
     esac
 }
 
+if [ "${1:-}" = bench ]; then "$@" && exit; fi
 for mode in "${@:-plain}"; do step "$mode"; done
 echo "== passed (${SECONDS}s)"

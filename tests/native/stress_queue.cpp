@@ -218,5 +218,6 @@ int main() {
   world.queue->release(all);
   CHECK(world.granted > 0);
   steps_that_meet_start_where_the_last_one_ended();
-  std::printf("ok  %ld leases, %ld refused, %u epochs\n", world.granted.load(), world.refused.load(), world.queue->epoch());
+  std::printf("ok  %ld leases, %ld refused, %u epochs\n", world.granted.load(), world.refused.load(),
+              world.queue->epoch());
 }

@@ -282,7 +282,8 @@ void bytes_outside_the_leased_rows_are_out_of_reach() {
   CHECK_FAILS(LKV_E_INVALID, api.read_host(nullptr, 0, bytes, 1));
   CHECK_FAILS(LKV_E_INVALID, api.read_host(write, 0, nullptr, 1));
   CHECK_FAILS(LKV_E_INVALID, api.write_host(write, 0, nullptr, 1));
-  for (auto [offset, n] : {std::pair<std::size_t, std::size_t>{0, 33}, {32, 1}, {33, 0}, {SIZE_MAX, 2}, {2, SIZE_MAX}}) {
+  using Range = std::pair<std::size_t, std::size_t>;
+  for (auto [offset, n] : {Range{0, 33}, {32, 1}, {33, 0}, {SIZE_MAX, 2}, {2, SIZE_MAX}}) {
     CHECK_FAILS(LKV_E_INVALID, api.read_host(write, offset, bytes, n));
     CHECK_FAILS(LKV_E_INVALID, api.write_host(write, offset, bytes, n));
     CHECK_FAILS(LKV_E_INVALID, api.fill_zero(write, offset, n));

@@ -124,8 +124,8 @@ void names_that_no_device_has_are_refused() {
   const std::string endless(100, 'x');
   for (const char *name : {"", "nope", "fak", "fakes", "fake:2", "cpu:7", endless.c_str()})
     CHECK_FAILS(LKV_E_NOT_FOUND, api.device_find(name, &out));
-  for (const char *name : {"fake:", "fake:x", "fake:-1", "fake:+1", "fake: 1", "fake:1x", "fake:1:1", "fake:99999999999",
-                           "fake:99999999999999999999999"})
+  for (const char *name : {"fake:", "fake:x", "fake:-1", "fake:+1", "fake: 1", "fake:1x", "fake:1:1",
+                           "fake:99999999999", "fake:99999999999999999999999"})
     CHECK_FAILS(LKV_E_INVALID, api.device_find(name, &out));
   CHECK_FAILS(LKV_E_INVALID, api.device_find(nullptr, &out));
   CHECK_FAILS(LKV_E_INVALID, api.device_find("cpu", nullptr));

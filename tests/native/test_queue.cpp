@@ -69,7 +69,8 @@ void empty_ranges_conflict_with_nothing() {
 void a_step_reads_what_is_published_and_leaves_its_readers_alone() {
   Queue queue;
   queue->publish(5);
-  Request reader = Request::committed(), step = Request::step(3), second = Request::step(1), late = Request::committed();
+  Request reader = Request::committed(), late = Request::committed();
+  Request step = Request::step(3), second = Request::step(1);
   CHECK_OK(queue->acquire(reader, LKV_TRY));
   CHECK_OK(queue->acquire(step, LKV_TRY));
   CHECK(step.read_rows().hi == 5 && step.write_rows().lo == 5 && step.write_rows().hi == 8);

@@ -21,7 +21,9 @@ struct Far {
   lkv_device *device = nullptr;
 } far_away;
 
-lkv_status far_allocate(void *, std::size_t nbytes, void **out) { return (*out = std::calloc(1, nbytes)) ? LKV_OK : LKV_E_NOMEM; }
+lkv_status far_allocate(void *, std::size_t nbytes, void **out) {
+  return (*out = std::calloc(1, nbytes)) ? LKV_OK : LKV_E_NOMEM;
+}
 void far_free(void *, void *data, std::size_t) { std::free(data); }
 lkv_status far_copy(void *, lkv_copy_kind, void *dst, std::size_t dst_pitch, const void *src, std::size_t src_pitch,
                     std::size_t width, std::size_t height, void *) {
@@ -106,7 +108,8 @@ struct Layer {
   std::unique_ptr<SlotTable> table;
   Fault fault{};
 
-  Layer(std::int64_t rows, std::vector<Dims> slots, int on_axis, bool packed = false, lkv_device *device = devices::cpu())
+  Layer(std::int64_t rows, std::vector<Dims> slots, int on_axis, bool packed = false,
+        lkv_device *device = devices::cpu())
       : capacity(rows), dims(std::move(slots)), axis(on_axis) {
     const auto n = static_cast<std::int32_t>(dims.size());
     table = std::make_unique<SlotTable>(2, n, capacity, device);
