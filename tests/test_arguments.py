@@ -156,7 +156,9 @@ ABUSE = """
 """
 
 
-@pytest.mark.parametrize("kind", ["Storage", "View", "Lease", "Step", "LayerRows", "SlotTable", "LayerBuffers", "Bits", "Exclusive"])
+@pytest.mark.parametrize(
+    "kind", ["Storage", "View", "Lease", "Step", "LayerRows", "SlotTable", "LayerBuffers", "Bits", "Exclusive"]
+)
 def test_an_object_that_was_never_made_raises_and_does_not_crash(kind):
     assert run(ABUSE, kind).endswith(" 0\n")
 

@@ -64,9 +64,8 @@ def line_now():
 
 
 def test_the_interface_is_the_one_that_is_recorded_for_its_version():
-    assert line_now() in HASHES.read_text().splitlines(), (
-        f"lkv.h changed: raise LKV_ABI_MINOR (members appended) or LKV_ABI_MAJOR, and add to {HASHES.name}:\n{line_now()}"
-    )
+    advice = "lkv.h changed: raise LKV_ABI_MINOR (members appended) or LKV_ABI_MAJOR, and add to"
+    assert line_now() in HASHES.read_text().splitlines(), f"{advice} {HASHES.name}:\n{line_now()}"
 
 
 def test_members_of_the_table_are_only_ever_appended():

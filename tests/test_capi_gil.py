@@ -95,6 +95,7 @@ CACHE_CALLS = {
     "step": (lambda c: c.step(1).abandon(), True, True),
     "read": (lambda c: c.read(0).release(), True, False),
     "gather": (lambda c: c.gather(0, [0, 2]), True, False),
+    "to": (lambda c: c.to("cpu"), True, False),
     "wipe": (lambda c: c.wipe(), True, True),
     "note_write": (lambda c: c.note_write(0, 0), False, True),
     "advance_by": (lambda c: c.advance_by(0), False, True),
@@ -191,6 +192,7 @@ CACHE_TIMEOUTS = {
     "read": lambda c: c.read(0, timeout=0.3),
     "wipe": lambda c: c.wipe(timeout=0.3),
     "gather": lambda c: c.gather(0, [0], timeout=0.3),
+    "to": lambda c: c.to("cpu", timeout=0.3),
 }
 
 

@@ -227,7 +227,9 @@ def test_a_versioned_capsule_says_all_there_is_to_say(dtype):
             assert tensor.data + tensor.byte_offset == lease.address
 
 
-@pytest.mark.parametrize("options", [{}, {"max_version": None}, {"max_version": (0, 8)}, {"max_version": ()}, {"stream": None}])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_version": None}, {"max_version": (0, 8)}, {"max_version": ()}, {"stream": None}]
+)
 def test_a_consumer_of_old_gets_a_legacy_capsule_of_writable_rows_only(storage, options):
     with storage.write(2, 5) as lease:
         capsule = lease.__dlpack__(**options)

@@ -196,6 +196,7 @@ for kind, make in ((LatentKvCache, latent), (KvCache, kv)):
         (kind, "slot_trailing"): (make, lambda c: c.slot_trailing(1)),
         (kind, "slot_version"): (make, lambda c: c.slot_version(1, 1)),
         (kind, "step"): (make, lambda c: c.step(1).abandon()),
+        (kind, "to"): (make, lambda c: c.to("cpu")),
         (kind, "truncate_to"): (make, lambda c: c.truncate_to(1)),
         (kind, "wipe"): (make, lambda c: c.wipe()),
         (kind, "written_len"): (make, lambda c: c.written_len(0)),

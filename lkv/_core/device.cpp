@@ -128,23 +128,24 @@ void *lkv_device::current_stream() noexcept {
 }
 
 lkv_status lkv_device::copy_2d(lkv_copy_kind kind, void *dst, std::size_t dst_pitch, const void *src,
-                               std::size_t src_pitch, std::size_t width, std::size_t height) noexcept {
+                               std::size_t src_pitch, std::size_t width, std::size_t height,
+                               void *stream) noexcept {
   if (is_cpu()) {
     lkv::cpu::copy_2d(dst, dst_pitch, src, src_pitch, width, height);
     return LKV_OK;
   }
   return explained(*this, "copy_2d", [&]() noexcept {
-    return table.copy_2d(context, kind, dst, dst_pitch, src, src_pitch, width, height, current_stream());
+    return table.copy_2d(context, kind, dst, dst_pitch, src, src_pitch, width, height, stream);
   });
 }
 
-lkv_status lkv_device::fill_zero(void *data, std::size_t nbytes) noexcept {
+lkv_status lkv_device::fill_zero(void *data, std::size_t nbytes, void *stream) noexcept {
   if (is_cpu()) {
     std::memset(data, 0, nbytes);
     return LKV_OK;
   }
   return explained(*this, "fill_zero", [&]() noexcept {
-    return table.fill_zero(context, data, nbytes, current_stream());
+    return table.fill_zero(context, data, nbytes, stream);
   });
 }
 

@@ -16,8 +16,8 @@ struct lkv_device {
   lkv_status allocate(std::size_t nbytes, std::uint32_t flags, void **out) noexcept;
   void release(void *data, std::size_t nbytes) noexcept;
   lkv_status copy_2d(lkv_copy_kind kind, void *dst, std::size_t dst_pitch, const void *src, std::size_t src_pitch,
-                     std::size_t width, std::size_t height) noexcept;
-  lkv_status fill_zero(void *data, std::size_t nbytes) noexcept;
+                     std::size_t width, std::size_t height, void *stream = nullptr) noexcept;
+  lkv_status fill_zero(void *data, std::size_t nbytes, void *stream = nullptr) noexcept;
   lkv_status sync(void *stream) noexcept;
   void *current_stream() noexcept;
 };

@@ -41,15 +41,25 @@ lkv_status poison_on_failure(lkv_status status, lkv_buffer *buffer) noexcept {
 }
 
 // Between two devices neither of which is the host: through a host buffer.
-lkv_status copy_staged(lkv_buffer *to, char *dst, std::size_t dst_pitch, lkv_buffer *from, const char *src,
+lkv_status copy_staged(lkv_lease *to, char *dst, std::size_t dst_pitch, const lkv_lease *from, const char *src,
                        std::size_t src_pitch, std::size_t width, std::size_t height) noexcept {
   std::unique_ptr<char[]> stage(new (std::nothrow) char[width]);
   if (!stage) return fail(LKV_E_NOMEM, "copy: out of host memory for %zu bytes", width);
   for (std::size_t i = 0; i < height; i++, dst += dst_pitch, src += src_pitch) {
-    if (lkv_status s = from->device->copy_2d(LKV_DEVICE_TO_HOST, stage.get(), width, src, width, width, 1)) return s;
-    if (lkv_status s = to->device->copy_2d(LKV_HOST_TO_DEVICE, dst, width, stage.get(), width, width, 1)) return s;
+    if (lkv_status s = from->device->copy_2d(LKV_DEVICE_TO_HOST, stage.get(), width, src, width, width, 1, from->stream)) return s;
+    if (lkv_status s = to->device->copy_2d(LKV_HOST_TO_DEVICE, dst, width, stage.get(), width, width, 1, to->stream)) return s;
   }
   return LKV_OK;
+}
+
+// On one device: after the earlier work of both streams, and before the later work of both.
+lkv_status copy_ordered(lkv_lease *dst, char *to, std::size_t dst_pitch, const lkv_lease *src, const char *from,
+                        std::size_t src_pitch, std::size_t width, std::size_t height) noexcept {
+  lkv_device *device = dst->device;
+  if (lkv_status status = join_streams(device, src->stream, dst->stream)) return status;
+  if (lkv_status status = device->copy_2d(LKV_DEVICE_TO_DEVICE, to, dst_pitch, from, src_pitch, width, height, dst->stream))
+    return status;
+  return join_streams(device, dst->stream, src->stream);
 }
 
 }  // namespace
@@ -58,7 +68,7 @@ lkv_lease *new_lease(lkv_buffer *buffer, lkv_mode mode, std::int64_t lo, std::in
   const lkv_buffer::Home home = buffer->home();
   const Span rows{lo, hi};
   auto *lease = new (std::nothrow) lkv_lease(
-      mode, buffer, home.queue,
+      mode, buffer, buffer->device, home.queue,
       mode == LKV_WRITE ? Request::writing(rows, home.epoch) : Request::reading(rows, home.epoch));
   if (lease)
     buffer->retain();
@@ -67,9 +77,9 @@ lkv_lease *new_lease(lkv_buffer *buffer, lkv_mode mode, std::int64_t lo, std::in
   return lease;
 }
 
-lkv_lease *new_lease(LeaseQueue *queue, Request::Kind kind, std::int64_t count) noexcept {
+lkv_lease *new_lease(LeaseQueue *queue, lkv_device *device, Request::Kind kind, std::int64_t count) noexcept {
   const bool reads = kind == Request::Kind::committed;
-  auto *lease = new (std::nothrow) lkv_lease(reads ? LKV_READ : LKV_WRITE, nullptr, queue,
+  auto *lease = new (std::nothrow) lkv_lease(reads ? LKV_READ : LKV_WRITE, nullptr, device, queue,
                                              reads                         ? Request::committed()
                                              : kind == Request::Kind::step ? Request::step(count)
                                                                            : Request::exclusive(count));
@@ -98,12 +108,12 @@ lkv_status check_acquire(const lkv_buffer *buffer, lkv_mode mode, std::int64_t l
   return LKV_OK;
 }
 
-lkv_status check_granted(const lkv_lease *lease) noexcept {
+lkv_status check_granted(lkv_lease *lease) noexcept {
   const lkv_buffer *buffer = lease->buffer;
   if (!buffer->still_at(lease->queue, lease->request.epoch())) return LKV_E_CONFLICT;
   if (lease->mode == LKV_READ && buffer->poisoned.load(std::memory_order_acquire))
     return fail(LKV_E_POISONED, "a write to the storage failed half-way; write it anew, then call clear_poison()");
-  return LKV_OK;
+  return lease->enter();
 }
 
 lkv_status acquire(lkv_buffer *buffer, lkv_mode mode, std::int64_t lo, std::int64_t hi, std::int64_t timeout,
@@ -167,27 +177,28 @@ lkv_status copy_2d(lkv_lease *dst, std::size_t dst_offset, std::size_t dst_pitch
   lkv_device *a = dst->buffer->device, *b = src->buffer->device;
   lkv_status status;
   if (a == b)
-    status = a->copy_2d(LKV_DEVICE_TO_DEVICE, to, dst_pitch, from, src_pitch, width, height);
+    status = copy_ordered(dst, to, dst_pitch, src, from, src_pitch, width, height);
   else if (b->table.host_accessible && !a->is_cpu())
-    status = a->copy_2d(LKV_HOST_TO_DEVICE, to, dst_pitch, from, src_pitch, width, height);
+    status = a->copy_2d(LKV_HOST_TO_DEVICE, to, dst_pitch, from, src_pitch, width, height, dst->stream);
   else if (a->table.host_accessible)
-    status = b->copy_2d(LKV_DEVICE_TO_HOST, to, dst_pitch, from, src_pitch, width, height);
+    status = b->copy_2d(LKV_DEVICE_TO_HOST, to, dst_pitch, from, src_pitch, width, height, src->stream);
   else
-    status = copy_staged(dst->buffer, to, dst_pitch, src->buffer, from, src_pitch, width, height);
+    status = copy_staged(dst, to, dst_pitch, src, from, src_pitch, width, height);
   return poison_on_failure(status, dst->buffer);
 }
 
 lkv_status fill_zero(lkv_lease *lease, std::size_t offset, std::size_t nbytes) noexcept {
   if (lkv_status status = check_span("fill_zero", lease, offset, 0, nbytes, 1, true)) return status;
   if (!nbytes) return LKV_OK;
-  return poison_on_failure(lease->buffer->device->fill_zero(leased_data(lease) + offset, nbytes), lease->buffer);
+  return poison_on_failure(lease->device->fill_zero(leased_data(lease) + offset, nbytes, lease->stream), lease->buffer);
 }
 
 lkv_status read_host(const lkv_lease *lease, std::size_t offset, void *dst, std::size_t nbytes) noexcept {
   if (lkv_status status = check_span("read_host", lease, offset, 0, nbytes, 1, false)) return status;
   if (!dst && nbytes) return fail(LKV_E_INVALID, "read_host: dst is NULL");
   if (!nbytes) return LKV_OK;
-  return lease->buffer->device->copy_2d(LKV_DEVICE_TO_HOST, dst, nbytes, leased_data(lease) + offset, nbytes, nbytes, 1);
+  return lease->device->copy_2d(LKV_DEVICE_TO_HOST, dst, nbytes, leased_data(lease) + offset, nbytes, nbytes, 1,
+                                lease->stream);
 }
 
 lkv_status write_host(lkv_lease *lease, std::size_t offset, const void *src, std::size_t nbytes) noexcept {
@@ -200,7 +211,8 @@ lkv_status write_host(lkv_lease *lease, std::size_t offset, const void *src, std
     cpu::copy_2d(to, nbytes, src, nbytes, nbytes, 1, first_touch(buffer, to - buffer->data, nbytes));
     return LKV_OK;
   }
-  return poison_on_failure(buffer->device->copy_2d(LKV_HOST_TO_DEVICE, to, nbytes, src, nbytes, nbytes, 1), buffer);
+  return poison_on_failure(
+      buffer->device->copy_2d(LKV_HOST_TO_DEVICE, to, nbytes, src, nbytes, nbytes, 1, lease->stream), buffer);
 }
 
 }  // namespace lkv
@@ -213,7 +225,22 @@ void lkv_lease::finish(Right had, bool poison) noexcept {
     else
       buffer->bump_version();
   }
+  if (lkv::queues_work(device)) leave_queue();
   queue->release(request);
+}
+
+lkv_status lkv_lease::enter_queue() noexcept {
+  stream = device->current_stream();
+  return queue->fences.pass(device, stream, fenced());
+}
+
+// Before the rows are free for the next: it must find the fence. Whoever ends the lease may have worked on a stream of
+// its own.
+void lkv_lease::leave_queue() noexcept {
+  if (queue->forked()) return;
+  queue->fences.leave(device, stream, fenced());
+  void *const now = device->current_stream();
+  if (now != stream) queue->fences.leave(device, now, fenced());
 }
 
 void lkv_lease::release() noexcept {

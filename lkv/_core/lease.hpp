@@ -16,18 +16,29 @@ struct lkv_lease {
   lkv_buffer *buffer;      // NULL: of all storages of a cache
   lkv::LeaseQueue *queue;  // kept alive by the buffer, or by a reference when there is none
   const lkv::Span rows;    // of `buffer`
+  lkv_device *const device;
+  void *stream = nullptr;  // what the lease covers is queued here
   lkv::Request request;
 
-  lkv_lease(lkv_mode m, lkv_buffer *b, lkv::LeaseQueue *q, lkv::Request &&r) noexcept
+  lkv_lease(lkv_mode m, lkv_buffer *b, lkv_device *d, lkv::LeaseQueue *q, lkv::Request &&r) noexcept
       : right(m == LKV_WRITE ? Right::writing : Right::reading), mode(m), buffer(b), queue(q),
-        rows(m == LKV_WRITE ? r.write_rows() : r.read_rows()), request(static_cast<lkv::Request &&>(r)) {}
+        rows(m == LKV_WRITE ? r.write_rows() : r.read_rows()), device(d), request(static_cast<lkv::Request &&>(r)) {}
 
+  // After the grant, on the device's side: the calling thread's stream waits for what others left queued.
+  lkv_status enter() noexcept {
+    return lkv::queues_work(device) ? enter_queue() : LKV_OK;
+  }
   bool active() const noexcept { return right.load(std::memory_order_acquire) != Right::ended; }
   void retain() noexcept { refs.fetch_add(1, std::memory_order_relaxed); }
   void release() noexcept;
   void end(bool poison) noexcept { finish(right.exchange(Right::ended, std::memory_order_acq_rel), poison); }
 
  private:
+  lkv_status enter_queue() noexcept;
+  void leave_queue() noexcept;
+  lkv::Fences::Rows fenced() const noexcept {
+    return {request.read_rows(), request.write_rows(), request.epoch()};
+  }
   void finish(Right had, bool poison) noexcept;
 };
 
@@ -36,14 +47,15 @@ namespace lkv {
 // A lease that is yet to be acquired through its queue; NULL when memory is out. Holds what it needs to stay valid.
 lkv_lease *new_lease(lkv_buffer *buffer, lkv_mode mode, std::int64_t lo, std::int64_t hi) noexcept;
 // Of all storages that share the queue: published rows, a step of `count` rows, or rows [0, count) exclusively.
-lkv_lease *new_lease(LeaseQueue *queue, Request::Kind kind, std::int64_t count) noexcept;
+lkv_lease *new_lease(LeaseQueue *queue, lkv_device *device, Request::Kind kind, std::int64_t count) noexcept;
 // Gives back one that was never acquired.
 void discard(lkv_lease *lease) noexcept;
 
 // Is [lo, hi) a range of the buffer, and may it be leased so? The checks of an acquire that need no waiting.
 lkv_status check_acquire(const lkv_buffer *buffer, lkv_mode mode, std::int64_t lo, std::int64_t hi) noexcept;
 // After the grant: was the buffer adopted by another queue, or poisoned, meanwhile? LKV_E_CONFLICT: acquire again.
-lkv_status check_granted(const lkv_lease *lease) noexcept;
+// Enters when all is well.
+lkv_status check_granted(lkv_lease *lease) noexcept;
 
 lkv_status acquire(lkv_buffer *buffer, lkv_mode mode, std::int64_t lo, std::int64_t hi, std::int64_t timeout,
                    lkv_lease **out) noexcept;

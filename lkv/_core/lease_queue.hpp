@@ -10,14 +10,11 @@
 #include <cstdint>
 #include <mutex>
 
+#include "fences.hpp"
 #include "lkv.h"
+#include "span.hpp"
 
 namespace lkv {
-
-struct Span {
-  std::int64_t lo = 0, hi = 0;
-  bool overlaps(const Span &other) const noexcept { return std::max(lo, other.lo) < std::min(hi, other.hi); }
-};
 
 // One request: waiting in the queue, then held. It belongs to its owner, a lease or a stack frame, and must stay where
 // it is from enqueue() to release() or withdraw().
@@ -109,6 +106,9 @@ class LeaseQueue {
   void next_epoch() noexcept { epoch_.fetch_add(1, std::memory_order_acq_rel); }
 
   bool forked() const noexcept;
+
+  Fences fences;  // of leases that have ended, on devices that queue their work
+
   void wake_all() noexcept;
 
   LeaseQueue *register_prev_ = nullptr, *register_next_ = nullptr;  // of process::enrol

@@ -113,14 +113,14 @@ void SlotTable::drop(std::int64_t layer) noexcept {
   written_[layer].store(0, std::memory_order_release);
 }
 
-lkv_status SlotTable::clear(std::int64_t layer) noexcept {
+lkv_status SlotTable::clear(std::int64_t layer, void *stream) noexcept {
   const lkv_buffer *done = nullptr;  // packed slots share a storage
   for (std::int32_t slot = 0; slot < n_slots; slot++) {
     SlotPlace &place = at(layer, slot);
     place.version->fetch_add(1, std::memory_order_acq_rel);
     if (place.buffer == done) continue;
     done = place.buffer;
-    if (lkv_status status = clear_rows(place.buffer, 0, place.buffer->rows)) return status;
+    if (lkv_status status = clear_rows(place.buffer, 0, place.buffer->rows, stream)) return status;
     if (place.version == &place.own_version) place.buffer->bump_version();
     place.buffer->poisoned.store(false, std::memory_order_release);
   }
@@ -154,8 +154,8 @@ bool SlotTable::check(std::int64_t layer, const ArrayRef *arrays, std::int64_t c
   return true;
 }
 
-lkv_status SlotTable::write(std::uint64_t right, std::int64_t layer, std::int64_t from, const ArrayRef *arrays,
-                            std::int64_t rows, Fault *fault) noexcept {
+lkv_status SlotTable::write(std::uint64_t right, void *stream, std::int64_t layer, std::int64_t from,
+                            const ArrayRef *arrays, std::int64_t rows, Fault *fault) noexcept {
   if (!populated(layer)) {  // no more: dropped since it was checked
     refuse(fault, Fault::unpopulated, layer, -1, 0, 0);
     return LKV_E_INVALID;
@@ -164,25 +164,49 @@ lkv_status SlotTable::write(std::uint64_t right, std::int64_t layer, std::int64_
     refuse(fault, Fault::capacity, layer, -1, capacity, from + rows);
     return LKV_E_INVALID;
   }
+  const auto over = [&] {
+    refuse(fault, Fault::ended, layer, -1, 0, 0);
+    return LKV_E_INVALID;
+  };
+  if (right != ticket()) return over();
   if (busy_[layer].exchange(true, std::memory_order_seq_cst)) {
     refuse(fault, Fault::busy, layer, -1, 0, 0);
     return LKV_E_INVALID;
   }
-  // Busy first, then the ticket; close() and writing() look in the other order. So one of the two sees the other.
+  // Busy first, then the ticket again; close() and writing() look in the other order. So one of the two sees the other.
   if (right != ticket()) {
     busy_[layer].store(false, std::memory_order_release);
-    refuse(fault, Fault::ended, layer, -1, 0, 0);
-    return LKV_E_INVALID;
+    return over();
   }
   lkv_status status = LKV_OK;
   if (rows > 0) {
     unwrite(layer, from);
     for (std::int32_t s = 0; s < n_slots && status == LKV_OK; s++)
-      status = fill(shapes_[s], at(layer, s), from, arrays[s], rows);
+      status = fill(shapes_[s], at(layer, s), from, arrays[s], rows, stream);
     if (status == LKV_OK) note_written(layer, from + rows);
   }
   busy_[layer].store(false, std::memory_order_release);
   return status;
+}
+
+lkv_status SlotTable::write(std::int64_t layer, std::int64_t from, const ArrayRef *arrays, std::int64_t rows,
+                            Fault *fault) noexcept {
+  if (!queues_work(device)) return write(ticket(), nullptr, layer, from, arrays, rows, fault);
+  void *const stream = device->current_stream();
+  const Fences::Rows fenced{{}, {from, from + rows}, queue->epoch()};
+  if (lkv_status status = queue->fences.pass(device, stream, fenced)) return status;
+  const lkv_status status = write(ticket(), stream, layer, from, arrays, rows, fault);
+  queue->fences.leave(device, stream, fenced);
+  return status;
+}
+
+lkv_status SlotTable::pass_to_read(std::int64_t hi) noexcept {
+  if (!queues_work(device)) return LKV_OK;
+  return queue->fences.pass(device, device->current_stream(), {{0, hi}, {}, queue->epoch()});
+}
+
+void SlotTable::leave_read(std::int64_t hi) noexcept {
+  if (queues_work(device)) queue->fences.leave(device, device->current_stream(), {{0, hi}, {}, queue->epoch()});
 }
 
 // What was there is being overwritten: until all slots are in, the layer counts as not written.
@@ -199,17 +223,19 @@ void SlotTable::prepare(std::int64_t layer, std::int64_t from, std::int64_t rows
 }
 
 lkv_status SlotTable::append(std::int64_t layer, const ArrayRef *arrays, std::int64_t rows, Fault *fault) noexcept {
+  if (queues_work(device)) return LKV_E_TIMEOUT;  // needs a lease, for its fences
   Request request = Request::step(rows);
   if (lkv_status status = queue->enqueue(request, LeaseQueue::Patience::none)) return status;
-  const lkv_status status = append_leased(layer, arrays, rows, fault);
+  const lkv_status status = append_leased(nullptr, layer, arrays, rows, fault);
   queue->release(request);
   return status;
 }
 
-lkv_status SlotTable::append_leased(std::int64_t layer, const ArrayRef *arrays, std::int64_t rows, Fault *fault) noexcept {
+lkv_status SlotTable::append_leased(void *stream, std::int64_t layer, const ArrayRef *arrays, std::int64_t rows,
+                                    Fault *fault) noexcept {
   // Once more: until the lease was there, the layer may have become another.
   if (!check(layer, arrays, n_slots, &rows, fault)) return LKV_E_INVALID;
-  return write(ticket(), layer, queue->length(), arrays, rows, fault);
+  return write(ticket(), stream, layer, queue->length(), arrays, rows, fault);
 }
 
 bool SlotTable::writing() const noexcept {
@@ -219,7 +245,7 @@ bool SlotTable::writing() const noexcept {
 }
 
 lkv_status SlotTable::fill(const SlotShape &shape, const SlotPlace &place, std::int64_t at, const ArrayRef &array,
-                           std::int64_t rows) noexcept {
+                           std::int64_t rows, void *stream) noexcept {
   lkv_buffer *const buffer = place.buffer;
   const std::int64_t piece = std::max<std::int64_t>(fresh_piece / (shape.outer * shape.run), 1);
   lkv_status status = LKV_OK;
@@ -227,13 +253,13 @@ lkv_status SlotTable::fill(const SlotShape &shape, const SlotPlace &place, std::
     const bool resident = at + rows <= buffer->resident.load(std::memory_order_relaxed) || !buffer->paged;
     n = resident ? rows - first : std::min(piece, rows - first);
     const bool fresh = populate_ahead(buffer, at + first + n, shape.outer, place.outer_stride, place.row_stride);
-    status = copy_in(shape, place, at + first, array, first, n, fresh);
+    status = copy_in(shape, place, at + first, array, first, n, fresh, stream);
   }
   return status;
 }
 
 lkv_status SlotTable::copy_in(const SlotShape &shape, const SlotPlace &place, std::int64_t at, const ArrayRef &array,
-                              std::int64_t first, std::int64_t rows, bool fresh) noexcept {
+                              std::int64_t first, std::int64_t rows, bool fresh, void *stream) noexcept {
   const int axis = shape.axis;
   const std::int64_t step = first || rows > 1 ? stride_bytes(array, axis, shape.itemsize) : shape.run;
   const std::int64_t row = rows == 1 ? shape.run : step;
@@ -256,7 +282,7 @@ lkv_status SlotTable::copy_in(const SlotShape &shape, const SlotPlace &place, st
       continue;
     }
     if (slab) {
-      const lkv_status status = device->copy_2d(kind, to, place.row_stride, from, row, shape.run, rows);
+      const lkv_status status = device->copy_2d(kind, to, place.row_stride, from, row, shape.run, rows, stream);
       if (status != LKV_OK) return status;
       continue;
     }
@@ -265,7 +291,7 @@ lkv_status SlotTable::copy_in(const SlotShape &shape, const SlotPlace &place, st
         copy_elements(to, from + r * row, array, axis + 1, shape.itemsize);
         continue;
       }
-      const lkv_status status = device->copy_2d(kind, to, shape.run, from + r * row, shape.run, shape.run, 1);
+      const lkv_status status = device->copy_2d(kind, to, shape.run, from + r * row, shape.run, shape.run, 1, stream);
       if (status != LKV_OK) return status;
     }
   }

@@ -70,7 +70,7 @@ class SlotTable {
   // Another geometry, while no layer is populated; describe() the slots anew.
   void rebase(std::int64_t rows, lkv_device *on) noexcept { capacity = rows, device = on; }
   // Zeros in all rows of a layer, and no poison. The caller holds the right to write them.
-  lkv_status clear(std::int64_t layer) noexcept;
+  lkv_status clear(std::int64_t layer, void *stream = nullptr) noexcept;
 
   bool populated(std::int64_t layer) const noexcept { return places_[layer * n_slots].buffer != nullptr; }
   SlotPlace &at(std::int64_t layer, std::int32_t slot) noexcept { return places_[layer * n_slots + slot]; }
@@ -79,17 +79,20 @@ class SlotTable {
 
   // Do these arrays fit a layer, and how many rows do they bring? `rows` < 0: any number, else exactly so many.
   bool check(std::int64_t layer, const ArrayRef *arrays, std::int64_t count, std::int64_t *rows, Fault *fault) const noexcept;
-  // Copies checked arrays to rows [at, at + rows). The caller holds the right to write them, and `ticket` of that time.
-  lkv_status write(std::uint64_t ticket, std::int64_t layer, std::int64_t at, const ArrayRef *arrays, std::int64_t rows,
-                   Fault *fault) noexcept;
-  // The same, where there are no steps.
-  lkv_status write(std::int64_t layer, std::int64_t at, const ArrayRef *arrays, std::int64_t rows, Fault *fault) noexcept {
-    return write(ticket(), layer, at, arrays, rows, fault);
-  }
+  // Copies checked arrays to rows [at, at + rows), on the device by way of `stream`. The caller holds the right to write
+  // them, and `ticket` of that time.
+  lkv_status write(std::uint64_t ticket, void *stream, std::int64_t layer, std::int64_t at, const ArrayRef *arrays,
+                   std::int64_t rows, Fault *fault) noexcept;
+  // The same, where there are no steps and no leases: on the device's side, ordered all the same.
+  lkv_status write(std::int64_t layer, std::int64_t at, const ArrayRef *arrays, std::int64_t rows, Fault *fault) noexcept;
+  // Around a reading of rows [0, hi) without a lease.
+  lkv_status pass_to_read(std::int64_t hi) noexcept;
+  void leave_read(std::int64_t hi) noexcept;
   // Checks, and writes at the published length, under a short lease. LKV_E_TIMEOUT: somebody is in the way, wait first.
   lkv_status append(std::int64_t layer, const ArrayRef *arrays, std::int64_t rows, Fault *fault) noexcept;
   // The same for the holder of such a lease.
-  lkv_status append_leased(std::int64_t layer, const ArrayRef *arrays, std::int64_t rows, Fault *fault) noexcept;
+  lkv_status append_leased(void *stream, std::int64_t layer, const ArrayRef *arrays, std::int64_t rows,
+                           Fault *fault) noexcept;
 
   // Stands for the right to write; a step takes it when it opens.
   std::uint64_t ticket() const noexcept { return ticket_.load(std::memory_order_seq_cst); }
@@ -113,10 +116,10 @@ class SlotTable {
 
  private:
   lkv_status fill(const SlotShape &shape, const SlotPlace &place, std::int64_t at, const ArrayRef &array,
-                  std::int64_t rows) noexcept;
+                  std::int64_t rows, void *stream) noexcept;
   // Rows [first, first + rows) of the array to the rows from `at` on.
   lkv_status copy_in(const SlotShape &shape, const SlotPlace &place, std::int64_t at, const ArrayRef &array,
-                     std::int64_t first, std::int64_t rows, bool fresh) noexcept;
+                     std::int64_t first, std::int64_t rows, bool fresh, void *stream) noexcept;
   void unwrite(std::int64_t layer, std::int64_t from) noexcept;
 
   std::unique_ptr<SlotShape[]> shapes_;

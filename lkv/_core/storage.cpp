@@ -68,6 +68,19 @@ lkv_buffer *make(const lkv_buffer_desc &desc) noexcept {
   return buffer;
 }
 
+// Whoever leases a row waits for what is queued on the buffer's own stream.
+void fence_all(lkv_buffer *buffer) noexcept {
+  const lkv_buffer::Home home = buffer->home();
+  home.queue->fences.leave(buffer->device, buffer->stream, {{}, {0, buffer->rows}, home.epoch});
+}
+
+// The buffer's own stream waits for whoever has leased a row.
+void pass_all(lkv_buffer *buffer) noexcept {
+  const lkv_buffer::Home home = buffer->home();
+  if (home.queue->fences.pass(buffer->device, buffer->stream, {{}, {0, buffer->rows}, home.epoch}) != LKV_OK)
+    buffer->device->sync(nullptr);
+}
+
 void dispose(lkv_buffer *buffer) noexcept {
   while (lkv_buffer::Retired *old = buffer->retired) {
     buffer->retired = old->next;
@@ -96,6 +109,10 @@ lkv_status create(const lkv_buffer_desc *desc, lkv_buffer **out) noexcept {
   buffer->data = static_cast<char *>(data);
   buffer->paged = full.device->is_cpu() && cpu::paged(buffer->nbytes);
   buffer->huge = full.flags & LKV_HUGE_PAGES;
+  if (queues_work(full.device)) {
+    buffer->stream = full.device->current_stream();
+    fence_all(buffer);  // of the zeros
+  }
   *out = buffer;
   return LKV_OK;
 }
@@ -128,14 +145,25 @@ lkv_status claim(lkv_buffer *buffer, std::int64_t expected, std::int64_t claimed
               static_cast<long long>(expected));
 }
 
-lkv_status clear_rows(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi) noexcept {
+lkv_status clear_rows(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi, void *stream) noexcept {
   if (lo == hi) return LKV_OK;
   char *at = buffer->data + lo * buffer->row_bytes;
   const auto nbytes = static_cast<std::size_t>((hi - lo) * buffer->row_bytes);
-  if (!buffer->paged) return buffer->device->fill_zero(at, nbytes);
+  if (!buffer->paged) return buffer->device->fill_zero(at, nbytes, stream);
   cpu::clear_pages(at, nbytes);
   buffer->resident.store(std::min(buffer->resident.load(std::memory_order_relaxed), lo), std::memory_order_relaxed);
   return LKV_OK;
+}
+
+lkv_status clear_ordered(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi) noexcept {
+  if (!queues_work(buffer->device)) return clear_rows(buffer, lo, hi);
+  const lkv_buffer::Home home = buffer->home();
+  const Fences::Rows rows{{}, {lo, hi}, home.epoch};
+  void *const stream = buffer->device->current_stream();
+  if (lkv_status status = home.queue->fences.pass(buffer->device, stream, rows)) return status;
+  const lkv_status status = clear_rows(buffer, lo, hi, stream);
+  home.queue->fences.leave(buffer->device, stream, rows);
+  return status;
 }
 
 lkv_status release_rows(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi) noexcept {
@@ -149,7 +177,7 @@ lkv_status release_rows(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi) no
   if (lkv_status status = home.queue->acquire(request, LKV_TRY)) return status;
   lkv_status status;
   if (buffer->still_at(home.queue, home.epoch)) {
-    status = clear_rows(buffer, lo, hi);
+    status = clear_ordered(buffer, lo, hi);
     buffer->bump_version();
   } else {
     status = fail(LKV_E_TIMEOUT, "the rows are in use");
@@ -176,7 +204,9 @@ lkv_status adopt(lkv_buffer *buffer, LeaseQueue *queue) noexcept {
     if (epoch == queue->epoch()) return LKV_OK;
     Request request = Request::writing({0, buffer->rows}, epoch);
     if (lkv_status status = queue->acquire(request, LKV_TRY)) return status;
+    if (queues_work(buffer->device)) pass_all(buffer);
     buffer->epoch.store(queue->epoch(), std::memory_order_release);
+    if (queues_work(buffer->device)) fence_all(buffer);
     queue->release(request);
     return LKV_OK;
   }
@@ -195,8 +225,10 @@ lkv_status adopt(lkv_buffer *buffer, LeaseQueue *queue) noexcept {
     return fail(LKV_E_TIMEOUT, "the rows are in use");
   }
   queue->retain();
+  if (queues_work(buffer->device)) pass_all(buffer);
   buffer->epoch.store(queue->epoch(), std::memory_order_release);
   buffer->queue.store(queue, std::memory_order_release);
+  if (queues_work(buffer->device)) fence_all(buffer);
   // One reference does not say one user: a thread that borrows it may be on its way into the old queue.
   retired->next = buffer->retired;
   buffer->retired = retired;
@@ -234,6 +266,7 @@ std::int64_t live_buffers() noexcept { return live.load(std::memory_order_relaxe
 
 void lkv_buffer::release() noexcept {
   if (refs.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  if (!foreign && lkv::queues_work(device) && !home().queue->forked()) lkv::pass_all(this);
   if (!foreign)
     device->release(data, nbytes);
   else if (deleter)

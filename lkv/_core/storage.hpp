@@ -30,6 +30,7 @@ struct lkv_buffer {
   void (*deleter)(void *context) = nullptr;
   void *context = nullptr;
   bool foreign = false;
+  void *stream = nullptr;  // where the memory was made, and is given back
   struct Retired {
     lkv::LeaseQueue *queue;
     Retired *next;
@@ -70,7 +71,10 @@ lkv_status adopt(lkv_buffer *buffer, LeaseQueue *queue) noexcept;
 lkv_status adoptable(lkv_buffer *buffer, const LeaseQueue *queue) noexcept;
 
 // Clears rows [lo, hi); the caller has the right to write them.
-lkv_status clear_rows(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi) noexcept;
+lkv_status clear_rows(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi, void *stream = nullptr) noexcept;
+
+// The same without a lease: on the device's side, ordered all the same.
+lkv_status clear_ordered(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi) noexcept;
 
 // Gives rows [0, hi) and some more pages, before they are written: a fault on each page costs six times the write.
 // The rows are `outer` runs, `outer_stride` bytes apart, with rows `row_stride` bytes apart. True: some had none.

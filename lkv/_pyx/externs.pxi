@@ -107,7 +107,7 @@ cdef extern from "storage.hpp" namespace "lkv" nogil:
     lkv_status release_rows(lkv_buffer *buffer, int64_t lo, int64_t hi) noexcept
     lkv_status adopt(lkv_buffer *buffer, LeaseQueue *queue) noexcept
     lkv_status adoptable(lkv_buffer *buffer, const LeaseQueue *queue) noexcept
-    lkv_status clear_rows(lkv_buffer *buffer, int64_t lo, int64_t hi) noexcept
+    lkv_status clear_ordered(lkv_buffer *buffer, int64_t lo, int64_t hi) noexcept
     int64_t live_buffers() noexcept
 
 cdef extern from "lease.hpp" nogil:
@@ -117,7 +117,9 @@ cdef extern from "lease.hpp" nogil:
         lkv_buffer *buffer
         LeaseQueue *queue
         Span rows
+        void *stream
         Request request
+        lkv_status enter() noexcept
         bint active() noexcept
         void retain() noexcept
         void release() noexcept
@@ -125,10 +127,10 @@ cdef extern from "lease.hpp" nogil:
 
 cdef extern from "lease.hpp" namespace "lkv" nogil:
     lkv_lease *new_row_lease "lkv::new_lease"(lkv_buffer *buffer, lkv_mode mode, int64_t lo, int64_t hi) noexcept
-    lkv_lease *new_lease(LeaseQueue *queue, RequestKind kind, int64_t count) noexcept
+    lkv_lease *new_lease(LeaseQueue *queue, lkv_device *device, RequestKind kind, int64_t count) noexcept
     void discard(lkv_lease *lease) noexcept
     lkv_status check_acquire(const lkv_buffer *buffer, lkv_mode mode, int64_t lo, int64_t hi) noexcept
-    lkv_status check_granted(const lkv_lease *lease) noexcept
+    lkv_status check_granted(lkv_lease *lease) noexcept
     lkv_status downgrade(lkv_lease *lease) noexcept
     lkv_status read_host(const lkv_lease *lease, size_t offset, void *dst, size_t nbytes) noexcept
     lkv_status write_host(lkv_lease *lease, size_t offset, const void *src, size_t nbytes) noexcept
@@ -243,17 +245,19 @@ cdef extern from "slot_table.hpp" namespace "lkv" nogil:
                    int64_t row_stride, bint shares) noexcept
         void drop(int64_t layer) noexcept
         void rebase(int64_t capacity, lkv_device *device) noexcept
-        lkv_status clear(int64_t layer) noexcept
+        lkv_status clear(int64_t layer, void *stream) noexcept
         bint populated(int64_t layer) noexcept
         SlotPlace &at(int64_t layer, int32_t slot) noexcept
         const SlotShape &shape(int32_t slot) noexcept
         int64_t written(int64_t layer) noexcept
         bint check(int64_t layer, const ArrayRef *arrays, int64_t count, int64_t *rows, Fault *fault) noexcept
         lkv_status write(int64_t layer, int64_t at, const ArrayRef *arrays, int64_t rows, Fault *fault) noexcept
-        lkv_status write(uint64_t ticket, int64_t layer, int64_t at, const ArrayRef *arrays, int64_t rows,
+        lkv_status write(uint64_t ticket, void *stream, int64_t layer, int64_t at, const ArrayRef *arrays, int64_t rows,
                          Fault *fault) noexcept
         lkv_status append(int64_t layer, const ArrayRef *arrays, int64_t rows, Fault *fault) noexcept
-        lkv_status append_leased(int64_t layer, const ArrayRef *arrays, int64_t rows, Fault *fault) noexcept
+        lkv_status pass_to_read(int64_t hi) noexcept
+        void leave_read(int64_t hi) noexcept
+        lkv_status append_leased(void *stream, int64_t layer, const ArrayRef *arrays, int64_t rows, Fault *fault) noexcept
         uint64_t ticket() noexcept
         void close() noexcept
         bint writing() noexcept

@@ -114,7 +114,7 @@ cdef class LayerBuffers:
         for storage in self.held().storages:
             buffer = (<Storage>storage).buffer
             with nogil:
-                status = clear_rows(buffer, first, last)
+                status = clear_ordered(buffer, first, last)
             check(status, "clear")
 
     def view(self, slot, rows):
@@ -122,6 +122,7 @@ cdef class LayerBuffers:
         cdef int64_t which = slot, end = rows
         if not 0 <= which < self.held().n_slots or not 0 <= end <= self.held().max_seq_len:
             raise errors.LayerIndexError(f"view: no rows [0, {rows}) of slot {slot}", actual=(slot, rows))
+        check(self.held().table.pass_to_read(end), "view")
         return slot_view(self.held(), 0, <int32_t>which, NULL, 0, end, True)
 
     def fork(self, rows):
@@ -129,6 +130,7 @@ cdef class LayerBuffers:
         made = LayerBuffers(self.held().max_seq_len, self.held().slots, self.held().dtype, self.device)
         if rows:
             made.write(0, [self.view(slot, rows) for slot in range(self.held().n_slots)], rows, "copy")
+            self.held().table.leave_read(rows)
         return made
 
     def __repr__(self):

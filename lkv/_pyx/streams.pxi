@@ -90,8 +90,9 @@ cdef int await_rows_on(View view, ExchangeAPI *api) except -1:
 
 cdef dict cuda_array_interface(View view):
     cdef void *ready = NULL
-    cdef int i, itemsize = dtype_info(view.code).itemsize
+    cdef int i, itemsize
     memory(view)
+    itemsize = dtype_info(view.code).itemsize
     if device_of(view).table.dl_device_type != CUDA:
         raise AttributeError(f"__cuda_array_interface__: the rows are on {view.device}")
     if view.code not in FORMAT:
@@ -110,10 +111,11 @@ cdef dict cuda_array_interface(View view):
 
 
 cdef object cupy_array(View view):
-    cdef int i, itemsize = dtype_info(view.code).itemsize
+    cdef int i, itemsize
     cdef int64_t last = 0
     cupy = import_extra("cupy", "cuda12' or 'latent-kv[cuda13")
     usable(view)
+    itemsize = dtype_info(view.code).itemsize
     if device_of(view).table.dl_device_type != CUDA:
         raise errors.DeviceMismatchError(f"cupy: expected CUDA memory, the view is on {view.device}", expected="cuda",
                                          actual=str(view.device))
@@ -122,16 +124,23 @@ cdef object cupy_array(View view):
         last += max(view.dims[i] - 1, 0) * view.steps[i]
     owned = cupy.cuda.UnownedMemory(<size_t>view.data, (last + 1) * itemsize, view, device_of(view).ordinal)
     strides = tuple([view.steps[i] * itemsize for i in range(view.ndim)])
+    return cupy.ndarray(view.shape, cupy_dtype(cupy, view.code), cupy.cuda.MemoryPointer(owned, 0), strides)
 
-    def array_of(dtype):
-        return cupy.ndarray(view.shape, dtype, cupy.cuda.MemoryPointer(owned, 0), strides)
 
-    if view.code in FORMAT:
-        return array_of(NUMPY_DTYPE[view.code])
-    try:
-        return array_of(NUMPY_DTYPE[view.code])
-    except (TypeError, ValueError):  # CuPy does not know the type
-        return array_of(f"u{itemsize}")
+cdef dict CUPY_DTYPE = {}
+
+
+cdef object cupy_dtype(object cupy, lkv_dtype code):
+    """NumPy's dtype, or unsigned integers of the same size where CuPy does not know it."""
+    found = CUPY_DTYPE.get(code)
+    if found is None:
+        found = NUMPY_DTYPE[code]
+        try:
+            cupy.empty(0, found)
+        except (TypeError, ValueError):
+            found = numpy.dtype(f"u{found.itemsize}")
+        CUPY_DTYPE[code] = found
+    return found
 
 
 # ---- elements from view to view ----

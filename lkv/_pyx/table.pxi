@@ -122,7 +122,7 @@ cdef class SlotTable:
             turn = take_turn(self, step_of, rows, -1, "append")
             with turn:
                 with nogil:
-                    status = self.table.append_leased(layer, refs, rows, fault)
+                    status = self.table.append_leased((<Handle *>turn.lease).stream, layer, refs, rows, fault)
         if status == LKV_E_INVALID:
             raise_fault(self, "append", fault, slots, rows)
         return check(status, "append")
@@ -328,15 +328,16 @@ cdef class SlotTable:
         """Count the published rows of a layer as written. Needs a turn."""
         self.held().note_written(self.layer_index(layer), self.table.queue.length())
 
-    def _zero(self):
-        """Clear all rows of all slots. Needs a turn at all rows."""
+    def _zero(self, Exclusive turn):
+        """Clear all rows of all slots, by a turn at all rows."""
+        cdef void *stream = (<Handle *>turn.lease).stream
         cdef int64_t layer
         cdef lkv_status status = LKV_OK
         self.held()
         with nogil:
             for layer in range(self.table.n_layers):
                 if self.table.populated(layer):
-                    status = self.table.clear(layer)
+                    status = self.table.clear(layer, stream)
                     if status != LKV_OK:
                         break
         check(status, "wipe")
@@ -382,7 +383,7 @@ cdef class Exclusive:
 
 cdef Exclusive take_turn(SlotTable cache, RequestKind kind, int64_t rows, int64_t timeout_ns, str what):
     cdef Exclusive turn = Exclusive.__new__(Exclusive)
-    cdef Handle *handle = <Handle *>new_lease(cache.table.queue, kind, rows)
+    cdef Handle *handle = <Handle *>new_lease(cache.table.queue, cache.table.device, kind, rows)
     cdef lkv_status status
     if handle == NULL:
         raise MemoryError("out of memory for a lease")
@@ -391,11 +392,20 @@ cdef Exclusive take_turn(SlotTable cache, RequestKind kind, int64_t rows, int64_
         if status == LKV_E_DEADLOCK and handle.request.blocked_by_step():
             raise errors.StepInProgressError(f"{what}: this thread has a step open on the cache")
         raise_unless(status, &handle.request, timeout_ns, what)
+        enter(handle, what)
     except BaseException:
         discard(<lkv_lease *>handle)
         raise
     turn.lease = <lkv_lease *>handle
     return turn
+
+
+cdef inline int enter(Handle *handle, str what) except -1:
+    cdef lkv_status status = handle.enter()
+    if status != LKV_OK:
+        handle.queue.release(handle.request)
+        raise_status(status, what)
+    return 0
 
 
 cdef inline int raise_unless(lkv_status status, Request *request, int64_t timeout_ns, str what) except -1:
@@ -478,10 +488,10 @@ cdef class Step:
             if not table.check(index, refs, table.n_slots, &rows, &fault):
                 raise_fault(self.cache, "append", &fault, slots, self.n)
             if rows * self.cache.token_bytes < RELEASE_GIL_FROM:
-                status = table.write(self.ticket, index, self.start, refs, rows, &fault)
+                status = table.write(self.ticket, (<Handle *>self.lease).stream, index, self.start, refs, rows, &fault)
             else:
                 with nogil:
-                    status = table.write(self.ticket, index, self.start, refs, rows, &fault)
+                    status = table.write(self.ticket, (<Handle *>self.lease).stream, index, self.start, refs, rows, &fault)
             if status == LKV_E_INVALID:
                 raise_fault(self.cache, "append", &fault, slots, self.n)
             check(status, "append")
@@ -574,11 +584,12 @@ cdef class Step:
 
 cdef Step open_step(SlotTable cache, int64_t count, int64_t timeout_ns):
     cdef Step step = Step.__new__(Step)
-    cdef Handle *handle = <Handle *>new_lease(cache.table.queue, step_of, count)
+    cdef Handle *handle = <Handle *>new_lease(cache.table.queue, cache.table.device, step_of, count)
     if handle == NULL:
         raise MemoryError("out of memory for a lease")
     try:
         raise_unless(acquire(handle.queue, &handle.request, timeout_ns), &handle.request, timeout_ns, "step")
+        enter(handle, "step")
     except BaseException:
         discard(<lkv_lease *>handle)
         raise
@@ -658,11 +669,12 @@ cdef class LayerRows:
 
 
 cdef LayerRows read_rows(SlotTable cache, int64_t layer, int64_t timeout_ns):
-    cdef Handle *handle = <Handle *>new_lease(cache.table.queue, committed_rows, 0)
+    cdef Handle *handle = <Handle *>new_lease(cache.table.queue, cache.table.device, committed_rows, 0)
     if handle == NULL:
         raise MemoryError("out of memory for a lease")
     try:
         raise_unless(acquire(handle.queue, &handle.request, timeout_ns), &handle.request, timeout_ns, "read")
+        enter(handle, "read")
     except BaseException:
         discard(<lkv_lease *>handle)
         raise
@@ -891,7 +903,7 @@ cdef lkv_status write_all(Step step, const ArrayRef *refs, Fault *fault) noexcep
     cdef lkv_status status
     for layer in range(table.n_layers):
         if table.populated(layer):
-            status = table.write(step.ticket, layer, step.start, refs, step.n, fault)
+            status = table.write(step.ticket, (<Handle *>step.lease).stream, layer, step.start, refs, step.n, fault)
             if status != LKV_OK:
                 return status
             refs += table.n_slots

@@ -148,8 +148,8 @@ class PersistentCache(SlotTable):
         StepInProgressError
             Inside a step of the same thread.
         """
-        with self._turn(self.max_seq_len, "wipe", timeout):
-            self._zero()
+        with self._turn(self.max_seq_len, "wipe", timeout) as turn:
+            self._zero(turn)
             self._rewind(False)
 
     def to(self, device: Any, timeout: float | None = None) -> Self:

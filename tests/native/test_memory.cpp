@@ -146,7 +146,7 @@ void a_lease_or_tensor_that_cannot_be_made_leaves_nothing() {
   auto *queue = new lkv::LeaseQueue;
   for (auto kind : {lkv::Request::Kind::committed, lkv::Request::Kind::step, lkv::Request::Kind::exclusive})
     fails_cleanly(1, [&] {
-      lease = lkv::new_lease(queue, kind, 2);
+      lease = lkv::new_lease(queue, lkv::devices::cpu(), kind, 2);
       if (!lease) return LKV_E_NOMEM;
       const lkv_status status = queue->acquire(lease->request, LKV_TRY);
       lease->release();
