@@ -124,6 +124,7 @@ ABUSE = """
     arguments = [
         (), (0,), (1,), (0, 0), (0, 1), (None,), ("numpy",), (0, []), (0, [None, None]), ([],), (None, None, None),
         (0, 0, None, 0, 0, 0, False), (8, [], "f32", "cpu"), (0, "what", 0), (1, 8, [], [], "f32", "cpu"), (True,),
+        (_storage.Exclusive.__new__(_storage.Exclusive),), (_storage.Storage.__new__(_storage.Storage), "what"),
     ]
     calls = errors = 0
     for name in dir(kind):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from Cython.Build.Cythonize import main as cythonize
+from Cython.Compiler.Main import compile as to_c
 from helpers import compilers
 
 import lkv
@@ -43,11 +43,9 @@ def cpp(folder):
 
 @pytest.fixture(scope="module")
 def cython(folder):
-    source = folder / "consumer_cython.pyx"
-    source.write_text((compilers.CAPI / source.name).read_text())
-    cythonize(["-q", "-3", str(source)])
-    built = compilers.extension(source.with_suffix(".c"), folder, source.stem, flags=["-Wall", "-Werror"])
-    return compilers.load(built, source.stem)
+    name, source = "consumer_cython", folder / "consumer_cython.c"
+    to_c(str(compilers.CAPI / f"{name}.pyx"), output_file=str(source), language_level=3)
+    return compilers.load(compilers.extension(source, folder, name, flags=["-Wall", "-Werror"]), name)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +127,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    said = compilers.run(sys.executable, "-c", script, env=compilers.clean_environment(PYTHONPATH=str(folder)))
+    said = compilers.run(sys.executable, "-c", script, env=compilers.environment(PYTHONPATH=str(folder)))
     assert f"compiled for C ABI {major}.{minor}, the installed library has {major + change}.{minor}" in said
 
 

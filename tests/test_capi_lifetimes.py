@@ -57,8 +57,8 @@ def consumer(folder):
 
 def say(folder, script):
     """What a fresh interpreter prints; fails when it crashes."""
-    environment = compilers.clean_environment(PYTHONPATH=str(folder))
-    return compilers.run(sys.executable, "-X", "faulthandler", "-c", START + script, env=environment, timeout=60)
+    fresh = compilers.environment(PYTHONPATH=str(folder))
+    return compilers.run(sys.executable, "-X", "faulthandler", "-c", START + script, env=fresh, timeout=60)
 
 
 def test_a_tensor_of_a_lease_is_dropped_in_a_raw_thread_that_never_gets_the_gil(consumer):
@@ -108,9 +108,9 @@ def test_a_tensor_is_dropped_in_a_raw_thread_while_or_after_the_interpreter_ends
 def test_a_tensor_is_dropped_in_a_python_atexit_handler(consumer, folder, maker):
     """Handlers run backwards: one of before the import of lkv comes after lkv has closed."""
     handler = "import atexit, sys\natexit.register(lambda: sys.modules['consumer'].drop_in_thread(False))\n"
-    environment = compilers.clean_environment(PYTHONPATH=str(folder))
+    fresh = compilers.environment(PYTHONPATH=str(folder))
     script = f"{handler}{START}{MAKERS[maker]}"
-    compilers.run(sys.executable, "-X", "faulthandler", "-c", script, env=environment, timeout=60)
+    compilers.run(sys.executable, "-X", "faulthandler", "-c", script, env=fresh, timeout=60)
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -124,8 +124,8 @@ def test_a_raw_thread_that_needs_the_gil_of_an_ending_interpreter_is_let_in_or_s
     if order == "after lkv has closed":
         handlers += "atexit.unregister(end)\natexit.register(end)\n"
     script = f"{START}{MAKERS[maker]}{handlers}"
-    environment = compilers.clean_environment(PYTHONPATH=str(folder))
-    said = compilers.run(sys.executable, "-X", "faulthandler", "-c", script, env=environment, timeout=60)
+    fresh = compilers.environment(PYTHONPATH=str(folder))
+    said = compilers.run(sys.executable, "-X", "faulthandler", "-c", script, env=fresh, timeout=60)
     assert said == "dropped\n"
 
 

@@ -26,7 +26,7 @@ def test_an_example_runs_by_the_command_at_its_top(name):
     compilers.tool(compiler)
     if name == "embed_c":
         compilers.embed_flags()
-    assert compilers.run(sys.executable, f"examples/{name}/run.py", cwd=ROOT) == expected
+    assert compilers.run(sys.executable, f"examples/{name}/run.py", env=compilers.environment(), cwd=ROOT) == expected
 
 
 @pytest.mark.parametrize("name", SAYS)

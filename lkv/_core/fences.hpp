@@ -39,6 +39,10 @@ class Fences {
   std::uint64_t serial_ = 0;
 };
 
+inline bool has_streams(const lkv_device *device) noexcept {
+  return device->table.current_stream || device->table.event_record;
+}
+
 // Does the device work in queues, so that leases must leave fences?
 inline bool queues_work(const lkv_device *device) noexcept { return device->table.event_record != nullptr; }
 

@@ -231,7 +231,7 @@ void lkv_lease::finish(Right had, bool poison) noexcept {
 
 lkv_status lkv_lease::enter_queue() noexcept {
   stream = device->current_stream();
-  return queue->fences.pass(device, stream, fenced());
+  return lkv::queues_work(device) ? queue->fences.pass(device, stream, fenced()) : LKV_OK;
 }
 
 // Before the rows are free for the next: it must find the fence. Whoever ends the lease may have worked on a stream of

@@ -26,7 +26,7 @@ struct lkv_lease {
 
   // After the grant, on the device's side: the calling thread's stream waits for what others left queued.
   lkv_status enter() noexcept {
-    return lkv::queues_work(device) ? enter_queue() : LKV_OK;
+    return lkv::has_streams(device) ? enter_queue() : LKV_OK;
   }
   bool active() const noexcept { return right.load(std::memory_order_acquire) != Right::ended; }
   void retain() noexcept { refs.fetch_add(1, std::memory_order_relaxed); }

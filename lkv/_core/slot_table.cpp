@@ -191,7 +191,7 @@ lkv_status SlotTable::write(std::uint64_t right, void *stream, std::int64_t laye
 
 lkv_status SlotTable::write(std::int64_t layer, std::int64_t from, const ArrayRef *arrays, std::int64_t rows,
                             Fault *fault) noexcept {
-  if (!queues_work(device)) return write(ticket(), nullptr, layer, from, arrays, rows, fault);
+  if (!queues_work(device)) return write(ticket(), device->current_stream(), layer, from, arrays, rows, fault);
   void *const stream = device->current_stream();
   const Fences::Rows fenced{{}, {from, from + rows}, queue->epoch()};
   if (lkv_status status = queue->fences.pass(device, stream, fenced)) return status;
@@ -223,7 +223,7 @@ void SlotTable::prepare(std::int64_t layer, std::int64_t from, std::int64_t rows
 }
 
 lkv_status SlotTable::append(std::int64_t layer, const ArrayRef *arrays, std::int64_t rows, Fault *fault) noexcept {
-  if (queues_work(device)) return LKV_E_TIMEOUT;  // needs a lease, for its fences
+  if (has_streams(device)) return LKV_E_TIMEOUT;  // needs a lease, for its stream
   Request request = Request::step(rows);
   if (lkv_status status = queue->enqueue(request, LeaseQueue::Patience::none)) return status;
   const lkv_status status = append_leased(nullptr, layer, arrays, rows, fault);

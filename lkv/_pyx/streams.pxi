@@ -22,6 +22,9 @@ cdef int current_stream(Device *device, void **out) except -1:
 
 cdef int stream_of(View view, void **out) except -1:
     """The stream that a view's rows are ready on: its lease's, or the calling thread's."""
+    if view.lease != NULL:
+        out[0] = (<Handle *>view.lease).stream
+        return 0
     return current_stream(device_of(view), out)
 
 

@@ -286,20 +286,20 @@ cdef class SlotTable:
     def _populated(self, layer):
         return self.held().populated(self.layer_index(layer))
 
-    def _check_adoptable(self, Storage storage, what):
+    def _check_adoptable(self, Storage storage not None, what):
         """Refuse a storage that is leased now, or is part of another cache. Changes nothing."""
-        check(adoptable(<lkv_buffer *>held(storage), self.table.queue), what)
+        check(adoptable(<lkv_buffer *>held(storage), self.held().queue), what)
 
-    def _adopt(self, Storage storage, what):
+    def _adopt(self, Storage storage not None, what):
         """Lease a storage together with the whole cache from now on."""
-        check(adopt(<lkv_buffer *>held(storage), self.table.queue), what)
+        check(adopt(<lkv_buffer *>held(storage), self.held().queue), what)
 
     def _place(self, layer, slot, Storage storage not None, offset, outer_stride, row_stride, shares):
         """Put a slot of a layer into a storage, which from now on is leased with the whole cache."""
         cdef int64_t index = self.layer_index(layer)
         cdef int64_t which = layout.check_index(slot, self.table.n_slots, "slot")
         with cython.critical_section(self):
-            check(adopt(<lkv_buffer *>held(storage), self.table.queue), "storage")
+            check(adopt(<lkv_buffer *>held(storage), self.held().queue), "storage")
             self.table.place(index, <int32_t>which, storage.buffer, offset, outer_stride, row_stride, shares)
             self.storages[index * self.table.n_slots + which] = storage
 
@@ -328,12 +328,15 @@ cdef class SlotTable:
         """Count the published rows of a layer as written. Needs a turn."""
         self.held().note_written(self.layer_index(layer), self.table.queue.length())
 
-    def _zero(self, Exclusive turn):
+    def _zero(self, Exclusive turn not None):
         """Clear all rows of all slots, by a turn at all rows."""
-        cdef void *stream = (<Handle *>turn.lease).stream
         cdef int64_t layer
         cdef lkv_status status = LKV_OK
+        cdef void *stream
         self.held()
+        if turn.lease == NULL:
+            raise TypeError("the turn was never taken")
+        stream = (<Handle *>turn.lease).stream
         with nogil:
             for layer in range(self.table.n_layers):
                 if self.table.populated(layer):

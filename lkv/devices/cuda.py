@@ -50,9 +50,8 @@ class CudaDevice(Device):
         self._cuda = cupy.cuda
         self._runtime = cupy.cuda.runtime
         self._blocks: dict[int, _Block] = {}
-        # Finalisers come here at any moment of any call: what follows is only changed by single operations.
+        # Finalisers come here at any moment of any call: these two are only changed by single operations.
         self._freed: deque[_Block] = deque()
-        self._latest: dict[int, Any] = {}  # by stream, its last event
         self._ticks = itertools.count(1)
         self._staging = Staging(cupy, self._ticks)
 
@@ -60,11 +59,8 @@ class CudaDevice(Device):
         """Return the address of `nbytes` zeroed bytes from CuPy's current allocator."""
         self._collect()
         with self._cuda.Device(self.ordinal):
-            stream = self.current_stream()
-            block = _Block(self._take(nbytes), stream)
-            self._runtime.memsetAsync(block.address, 0, nbytes, stream)
-            # Whoever uses the memory first may do so on another stream, which knows nothing of this one.
-            self._runtime.streamSynchronize(stream)
+            block = _Block(self._take(nbytes), self._cuda.get_current_stream())
+            self._runtime.memsetAsync(block.address, 0, nbytes, block.stream.ptr)
         self._blocks[block.address] = block
         return block.address
 
@@ -92,39 +88,58 @@ class CudaDevice(Device):
         return memory
 
     def free(self, address: int, nbytes: int) -> None:
-        """Give the memory back to its allocator, now or once the device is done with it."""
-        block = self._blocks.pop(address)
-        block.awaited = self._unfinished(block)
-        if block.awaited:
-            self._freed.append(block)
+        """Give the memory back to its allocator, now or once the device is done with it.
 
-    def _unfinished(self, block: _Block) -> list[Any]:
-        """Return the events that the memory must outlive; an allocator that follows a stream need not wait for it."""
-        current = self.current_stream()
-        capturing = self._runtime.streamIsCapturing(current)
-        if not capturing and not (block.ordered and current == block.stream):
-            self.record_event(current)  # of what was done with the memory since its last lease ended
-        streams = [stream for stream in list(self._latest) if not (block.ordered and stream == block.stream)]
-        events = [self._latest[stream] for stream in streams]
-        return events if capturing else [event for event in events if not event.done]  # a question would end a capture
+        What leases covered, the stream that the memory was taken on has been told to wait for.
+        """
+        block = self._blocks.pop(address)
+        if self._capturing() or not self._reached(block):
+            self._freed.append(block)
+        else:
+            self._give_back(block)
+
+    def _capturing(self) -> bool:
+        """Whether the calling thread records a graph, which a question to the device would end."""
+        return bool(self._runtime.streamIsCapturing(self.current_stream()))
+
+    def _reached(self, block: _Block, wait: bool = False) -> bool:
+        """Whether all that may use the memory is done, or is before what the allocator will do with it."""
+        if block.awaited is None:
+            streams = {self.current_stream()}  # somebody may have used it after its last lease
+            if block.ordered:
+                streams.discard(block.stream.ptr)
+            else:
+                streams.add(block.stream.ptr)
+            block.awaited = [self._record(stream) for stream in streams]
+        if wait:
+            for event in block.awaited:
+                event.synchronize()
+        block.awaited = [event for event in block.awaited if not event.done]
+        return not block.awaited
 
     def _collect(self, wait: bool = False) -> bool:
         """Give back what was freed before and is done with; return whether there was any."""
         found = False
+        if not self._freed or self._capturing():
+            return found
         for _ in range(len(self._freed)):
             try:
                 block = self._freed.popleft()
             except IndexError:  # another thread was here
                 break
-            if wait:
-                for event in block.awaited:
-                    event.synchronize()
-            block.awaited = [event for event in block.awaited if not event.done]
-            if block.awaited:
-                self._freed.append(block)
-            else:
+            if self._reached(block, wait):
+                self._give_back(block)
                 found = True
+            else:
+                self._freed.append(block)
         return found
+
+    def _give_back(self, block: _Block) -> None:
+        before = self._enter()  # CuPy frees on the stream's number, and 0 is one of each device
+        try:
+            del block.memory
+        finally:
+            self._leave(before)
 
     def copy_2d(
         self,
@@ -182,16 +197,18 @@ class CudaDevice(Device):
     def record_event(self, stream: int) -> Any:
         """Return an event that is reached when the earlier work of `stream` is done."""
         tick = next(self._ticks)
+        event = self._record(stream)
+        self._staging.note(tick, stream, event)
+        self._collect()
+        return event
+
+    def _record(self, stream: int) -> Any:
         before = self._enter()
         try:
             event = self._cuda.Event(disable_timing=True)
             self._runtime.eventRecord(event.ptr, stream)
         finally:
             self._leave(before)
-        self._latest[stream] = event
-        self._staging.note(tick, stream, event)
-        if self._freed:
-            self._collect()
         return event
 
     def wait_event(self, stream: int, event: Any) -> None:
@@ -230,13 +247,13 @@ class _Block:
 
     __slots__ = ("address", "awaited", "memory", "ordered", "stream")
 
-    def __init__(self, memory: Any, stream: int) -> None:
+    def __init__(self, memory: Any, stream: Any) -> None:
         self.memory = memory
         self.address = -(-int(memory.ptr) // _ALIGNMENT) * _ALIGNMENT
-        self.stream = stream
+        self.stream = stream  # the object: the stream lives as long as memory that goes back by way of it
         # These hand memory out again in the order of the stream that it was taken on.
         self.ordered = type(memory.mem).__name__ in ("PooledMemory", "MemoryAsync")
-        self.awaited: list[Any] = []
+        self.awaited: list[Any] | None = None
 
 
 def available() -> list[tuple[DeviceLocation, str]]:

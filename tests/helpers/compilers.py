@@ -26,10 +26,14 @@ def tool(name):
     return found
 
 
-def clean_environment(**extra):
-    """The environment without what a sanitized run preloads: compilers and fresh interpreters have no use for it."""
-    kept = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    return kept | {"PYTHONSAFEPATH": "1"} | extra
+def environment(**extra):
+    """The environment of a fresh interpreter."""
+    return os.environ | {"PYTHONSAFEPATH": "1"} | extra
+
+
+def compiler_environment():
+    """The environment without what a sanitized run preloads: compilers must not have it."""
+    return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
 
 
 def run(*command, env=None, timeout=240, **options):
@@ -39,7 +43,7 @@ def run(*command, env=None, timeout=240, **options):
         capture_output=True,
         text=True,
         timeout=timeout,
-        env=clean_environment() if env is None else env,
+        env=compiler_environment() if env is None else env,
         **options,
     )
     assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -93,4 +97,4 @@ def embed_flags():
 
 def embedded_environment():
     """An environment in which a program that embeds Python finds this one's packages: by the ``python3`` on PATH."""
-    return clean_environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    return environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

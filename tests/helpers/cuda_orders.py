@@ -151,6 +151,35 @@ def memory_is_not_handed_out_again_while_it_is_read(location):
         del other
 
 
+def memory_of_a_plain_allocator_is_not_handed_out_again_while_it_is_read(location):
+    streams, kept = Streams(), []
+
+    def allocate(nbytes, ordinal):
+        memory = kept.pop() if kept else cupy.cuda.memory._malloc(KIB)
+        lent[memory.ptr] = memory
+        return memory.ptr
+
+    def free(address, ordinal):
+        kept.append(lent.pop(address))
+
+    lent = {}
+    allocator = cupy.cuda.PythonFunctionAllocator(allocate, free)
+    with cupy.cuda.using_allocator(allocator.malloc):
+        storage = filled(5, KIB, location)
+        cupy.cuda.runtime.deviceSynchronize()
+        with storage.read() as lease, streams.t:
+            streams.copy_out(lease.address, KIB, streams.t)
+            lease.release()
+        del storage, lease
+        gc.collect()
+        with streams.s:
+            other = filled(9, KIB, location)
+        streams.expect(5, KIB, streams.s, streams.t)
+        del other
+        cupy.cuda.runtime.deviceSynchronize()
+        Storage(1, device=location)
+
+
 def a_source_may_be_overwritten_at_once(location):
     storage = Storage(KIB, device=location)
     memory = cupy.cuda.alloc_pinned_memory(KIB)

@@ -348,6 +348,37 @@ void two_threads_do_not_write_one_layer_at_once() {
   CHECK(layer.table->at(1, 0).version->load() == static_cast<std::uint64_t>(done.load()) && done > 0);
 }
 
+void after_close_nobody_writes_for_the_step_any_more() {
+  Layer layer(1, {{0, 4096}}, 0);
+  SlotTable &table = *layer.table;
+  std::atomic<std::uint64_t> step{table.ticket()};
+  std::atomic<int> written{0};
+  std::atomic<bool> stop{false};
+  const auto write = [&](std::uint16_t mark) {
+    const std::vector<std::uint16_t> row(4096, mark);
+    const std::int64_t shape[] = {1, 4096};
+    const ArrayRef ref{reinterpret_cast<const char *>(row.data()), shape, nullptr, 0, 2, 1, 0, 4, 16};
+    while (!stop) {
+      Fault fault{};
+      if (table.write(step.load(), nullptr, 1, 0, &ref, 1, &fault) == LKV_OK)
+        written++;
+      else
+        CHECK(fault.what == Fault::busy || fault.what == Fault::ended);
+    }
+  };
+  std::thread one(write, 1), other(write, 2);
+  const auto *row = reinterpret_cast<const std::uint16_t *>(table.at(1, 0).base);
+  for (int i = scaled(5000); i > 0 || written < 10; i--) {
+    step.store(table.ticket());
+    std::this_thread::yield();
+    table.close();
+    while (table.writing()) std::this_thread::yield();
+    for (int k = 1; k < 4096; k++) CHECK(row[k] == row[0]);  // alone now, as the next step would be
+  }
+  stop = true;
+  one.join(), other.join();
+}
+
 void clearing_a_layer_leaves_zeros_and_no_poison() {
   for (bool packed : {false, true}) {
     Layer layer(64, {{0, 512}, {0, 64}}, 0, packed);
@@ -400,6 +431,7 @@ int main() {
   RUN(an_append_goes_behind_the_published_rows_unless_a_step_is_on);
   RUN(a_layer_that_failed_half_way_does_not_count_as_written);
   RUN(two_threads_do_not_write_one_layer_at_once);
+  RUN(after_close_nobody_writes_for_the_step_any_more);
   RUN(clearing_a_layer_leaves_zeros_and_no_poison);
   RUN(geometry_that_does_not_fit_is_refused);
   CHECK(live_buffers() == 0);
