@@ -408,6 +408,7 @@ def test_a_failing_write_poisons_the_storage():
 
 
 @needs_simulator
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # CuPy's events cannot be destroyed
 def test_a_lost_context_is_an_error_everywhere_and_no_hang():
     cache = LatentKvCache.with_capacity(1, 8, [(4,)], "float32", "cuda:0")
     storage = Storage(64, device="cuda:0")

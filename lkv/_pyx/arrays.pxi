@@ -159,10 +159,11 @@ cdef class Borrowed:
 
 cdef object borrow_capsule(object array, ArrayRef *ref):
     cdef Borrowed kept = Borrowed.__new__(Borrowed)
+    options = export_options(array)
     try:
-        capsule = array.__dlpack__(max_version=(1, 3))
+        capsule = array.__dlpack__(max_version=(1, 3), **options)
     except TypeError:
-        capsule = array.__dlpack__()
+        capsule = array.__dlpack__(**options)
     if PyCapsule_IsValid(capsule, "dltensor_versioned"):
         kept.versioned = <Versioned *>PyCapsule_GetPointer(capsule, "dltensor_versioned")
         PyCapsule_SetName(capsule, "used_dltensor_versioned")

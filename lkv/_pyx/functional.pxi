@@ -78,6 +78,7 @@ cdef class LayerBuffers:
         cdef ArrayRef[STACK_SLOTS] stack
         cdef ArrayRef *refs = stack
         cdef bint copies = rows >= 0
+        cdef void *stream = NULL
         cdef Fault fault
         cdef lkv_status status
         cdef SlotTable owner = self.held()
@@ -90,6 +91,8 @@ cdef class LayerBuffers:
             if not table.check(0, refs, table.n_slots, &rows, &fault):
                 raise_fault(owner, what, &fault, arrays, rows)
             if copies:
+                current_stream(<Device *>table.device, &stream)
+                await_sources(table, arrays, refs, stream)
                 if rows * owner.token_bytes < RELEASE_GIL_FROM:
                     status = copy_round(table, at, refs, rows, &fault)
                 else:
@@ -98,6 +101,7 @@ cdef class LayerBuffers:
                 if status == LKV_E_INVALID:
                     raise_fault(owner, what, &fault, arrays, rows)
                 check(status, what)
+                release_sources(table, arrays, refs, stream)
         finally:
             if refs != stack:
                 free(refs)

@@ -78,6 +78,71 @@ cdef int await_rows_here(View view) except -1:
     return order(device_of(view), ready, device_of(view), here)
 
 
+# ---- arrays that come in from the device itself ----
+
+cdef inline int await_sources(Table *table, tuple slots, const ArrayRef *refs, void *stream) except -1:
+    """Makes a stream that will read device arrays wait for the streams that compute them."""
+    if (<Device *>table.device).table.event_record != NULL:
+        order_sources(<Device *>table.device, slots, refs, stream, True)
+    return 0
+
+
+cdef inline int release_sources(Table *table, tuple slots, const ArrayRef *refs, void *stream) except -1:
+    """Makes the streams that device arrays are worked on with wait until they have been read."""
+    if (<Device *>table.device).table.event_record != NULL:
+        order_sources(<Device *>table.device, slots, refs, stream, False)
+    return 0
+
+
+cdef int order_sources(Device *device, tuple slots, const ArrayRef *refs, void *stream, bint before) except -1:
+    cdef void *works = NULL
+    cdef void *last = stream
+    cdef Py_ssize_t i
+    for i in range(len(slots)):
+        if refs[i].device_type != device.table.dl_device_type or refs[i].device_id != device.ordinal:
+            continue
+        worked_on(slots[i], device, &works)
+        if works == last:
+            continue
+        last = works
+        if before:
+            order(device, works, device, stream)
+        else:
+            order(device, stream, device, works)
+    return 0
+
+
+cdef int worked_on(object array, Device *device, void **out) except -1:
+    """The stream that an array is computed on, as far as its library tells; else the one the thread works on."""
+    cdef ExchangeAPI *api
+    if isinstance(array, Bits):
+        array = (<Bits>array).array
+    if isinstance(array, View):
+        return stream_of(<View>array, out)
+    api = find_exchange(type(array))
+    if api == NULL or api.current_work_stream == NULL:
+        return current_stream(device, out)
+    if api.current_work_stream(device.table.dl_device_type, device.ordinal, out) != 0:
+        propagate()
+    return 0
+
+
+cdef dict export_options(object array):
+    """What `__dlpack__` of a CUDA array must know: the stream that will read it."""
+    cdef lkv_device *device = NULL
+    cdef void *stream = NULL
+    try:
+        kind, ordinal = array.__dlpack_device__()
+    except (AttributeError, TypeError, ValueError):
+        return {}
+    if kind != CUDA:
+        return {}
+    if device_find(f"cuda:{ordinal}".encode(), &device) != LKV_OK:
+        return {"stream": -1}  # no storage is there, and nobody will read it
+    current_stream(<Device *>device, &stream)
+    return {"stream": <size_t>stream or LEGACY_STREAM}
+
+
 cdef int await_rows_on(View view, ExchangeAPI *api) except -1:
     """Makes the stream that another library works on wait for the rows."""
     cdef void *ready = NULL

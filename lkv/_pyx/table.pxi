@@ -96,6 +96,7 @@ cdef class SlotTable:
         cdef Fault fault
         cdef lkv_status status
         cdef Table *table = self.held()
+        cdef void *stream = NULL
         if table.n_slots > STACK_SLOTS:
             refs = <ArrayRef *>checked_malloc(table.n_slots * sizeof(ArrayRef))
         try:
@@ -103,6 +104,8 @@ cdef class SlotTable:
             kept = borrow_all(self, slots, refs, "append")
             if not table.check(index, refs, table.n_slots, &rows, &fault):
                 raise_fault(self, "append", &fault, slots, rows)
+            current_stream(<Device *>table.device, &stream)
+            await_sources(table, slots, refs, stream)
             if rows * self.token_bytes < RELEASE_GIL_FROM:
                 status = table.append(index, refs, rows, &fault)
             else:
@@ -110,6 +113,7 @@ cdef class SlotTable:
                     status = table.append(index, refs, rows, &fault)
             if status != LKV_OK:
                 self.append_waiting(status, index, refs, rows, &fault, slots)
+            release_sources(table, slots, refs, stream)
         finally:
             if refs != stack:
                 free(refs)
@@ -483,6 +487,7 @@ cdef class Step:
         cdef lkv_status status
         self.usable()
         cdef Table *table = self.cache.table
+        cdef void *stream = (<Handle *>self.lease).stream
         if table.n_slots > STACK_SLOTS:
             refs = <ArrayRef *>checked_malloc(table.n_slots * sizeof(ArrayRef))
         try:
@@ -490,14 +495,16 @@ cdef class Step:
             kept = borrow_all(self.cache, slots, refs, "append")
             if not table.check(index, refs, table.n_slots, &rows, &fault):
                 raise_fault(self.cache, "append", &fault, slots, self.n)
+            await_sources(table, slots, refs, stream)
             if rows * self.cache.token_bytes < RELEASE_GIL_FROM:
-                status = table.write(self.ticket, (<Handle *>self.lease).stream, index, self.start, refs, rows, &fault)
+                status = table.write(self.ticket, stream, index, self.start, refs, rows, &fault)
             else:
                 with nogil:
-                    status = table.write(self.ticket, (<Handle *>self.lease).stream, index, self.start, refs, rows, &fault)
+                    status = table.write(self.ticket, stream, index, self.start, refs, rows, &fault)
             if status == LKV_E_INVALID:
                 raise_fault(self.cache, "append", &fault, slots, self.n)
             check(status, "append")
+            release_sources(table, slots, refs, stream)
         finally:
             if refs != stack:
                 free(refs)
@@ -851,6 +858,7 @@ cdef str described(object array):
 cdef int append_all(Step step, object slots) except -1:
     cdef SlotTable cache = step.cache
     cdef Table *table = cache.table
+    cdef void *stream = (<Handle *>step.lease).stream
     cdef int64_t n_slots = table.n_slots, layer, row = 0, rows, populated = 0
     cdef ArrayRef *refs
     cdef Fault fault
@@ -880,6 +888,8 @@ cdef int append_all(Step step, object slots) except -1:
                 raise_fault(cache, f"append_layers: layer {layer}", &fault,
                             slots[row] if by_layer else [one_layer(array, row) for array in slots], step.n)
             row += 1
+        for row in range(populated if by_layer else 1):
+            await_sources(table, slots[row] if by_layer else slots, refs + row * n_slots, stream)
         if populated * step.n * cache.token_bytes < RELEASE_GIL_FROM:
             status = write_all(step, refs, &fault)
         else:
@@ -888,6 +898,8 @@ cdef int append_all(Step step, object slots) except -1:
         if status == LKV_E_INVALID:
             raise_fault(cache, "append_layers", &fault, slots, step.n)
         check(status, "append_layers")
+        for row in range(populated if by_layer else 1):
+            release_sources(table, slots[row] if by_layer else slots, refs + row * n_slots, stream)
     finally:
         free(refs)
     return 0

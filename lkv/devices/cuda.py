@@ -104,6 +104,12 @@ class CudaDevice(Device):
 
     def _reached(self, block: _Block, wait: bool = False) -> bool:
         """Whether all that may use the memory is done, or is before what the allocator will do with it."""
+        try:
+            return self._await(block, wait)
+        except self._runtime.CUDARuntimeError:  # the context is lost, and with it all work
+            return True
+
+    def _await(self, block: _Block, wait: bool) -> bool:
         if block.awaited is None:
             streams = {self.current_stream()}  # somebody may have used it after its last lease
             if block.ordered:
