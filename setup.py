@@ -21,8 +21,6 @@ def on(name):
 macros = [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
 directives = {
     "language_level": 3,
-    "boundscheck": False,
-    "wraparound": False,
     "binding": False,
     "embedsignature": True,
     "embedsignature.format": "clinic",

@@ -146,6 +146,7 @@ def numpy_contenders(rows: Rows, arrays: list[Pair]) -> list[Contender]:
 
 
 def torch_contenders(rows: Rows, torch: Any) -> list[Contender]:
+    torch.set_num_threads(1)
     targets = [storage.alias().torch() for storage in rows.storages]
     arrays = [[torch.ones((1, width), dtype=torch.bfloat16) for width in WIDTHS] for _ in range(LAYERS)]
     sources = [array for pair in arrays for array in pair]

@@ -1,5 +1,5 @@
 # distutils: language = c++
-"""The compiled part of lkv: storages, leases, exports, and the half of the caches that runs once per layer and token."""
+"""The compiled part of lkv: storages, leases, exports, and the half of the caches that runs per layer and token."""
 
 cimport cython
 cimport numpy as cnp
@@ -47,6 +47,9 @@ include "_pyx/views.pxi"
 include "_pyx/streams.pxi"
 include "_pyx/storage.pxi"
 include "_pyx/table.pxi"
+include "_pyx/steps.pxi"
+include "_pyx/rows.pxi"
+include "_pyx/slots.pxi"
 include "_pyx/devices.pxi"
 include "_pyx/functional.pxi"
 

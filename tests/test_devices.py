@@ -1,7 +1,6 @@
 import pickle
 import subprocess
 import sys
-from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 import pytest
@@ -56,8 +55,8 @@ def test_the_host_is_found_by_every_way_of_naming_it(device):
 def test_a_torch_device_names_a_location():
     torch = pytest.importorskip("torch")
     assert resolve(torch.device("cpu")) == DeviceLocation("cpu")
-    with pytest.raises(DeviceUnavailableError, match="'cuda:1'"):
-        resolve(torch.device("cuda", 1))
+    with pytest.raises(DeviceUnavailableError, match="'cuda:8'"):
+        resolve(torch.device("cuda", 8))
 
 
 def test_there_is_one_host():
@@ -80,14 +79,18 @@ def test_something_that_names_no_device_is_refused(device):
 
 @pytest.mark.usefixtures("no_cupy")
 def test_cuda_without_cupy_names_the_extras():
-    with pytest.raises(DeviceUnavailableError, match=r"'cuda:0'.*latent-kv\[cuda12\].*latent-kv\[cuda13\]"):
-        resolve("cuda:0")
+    with pytest.raises(DeviceUnavailableError, match=r"'cuda:8'.*latent-kv\[cuda12\].*latent-kv\[cuda13\]"):
+        resolve("cuda:8")
 
 
-def test_cuda_with_cupy_says_that_the_backend_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(__spec__=ModuleSpec("cupy", None)))
-    with pytest.raises(DeviceUnavailableError, match="this version of lkv has no CUDA backend yet"):
-        resolve("cuda:0")
+def test_a_cupy_that_cannot_be_imported_is_told_from_a_missing_one(monkeypatch, tmp_path):
+    (tmp_path / "cupy.py").write_text("import a_library_that_is_not_there")
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        DeviceUnavailableError, match=r"'cuda:8'.*CuPy cannot be imported: .*a_library_that_is_not_there"
+    ):
+        resolve("cuda:8")
 
 
 @pytest.mark.usefixtures("no_cupy")
@@ -98,5 +101,5 @@ def test_every_known_device_is_listed_with_what_it_lacks():
 
 
 def test_importing_lkv_imports_no_cupy():
-    code = "import sys, lkv, lkv.devices; lkv.devices.available(); print('cupy' in sys.modules)"
+    code = "import sys, lkv, lkv.devices; lkv.Storage(8).copy(); print('cupy' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"

@@ -247,11 +247,17 @@ bool SlotTable::writing() const noexcept {
 lkv_status SlotTable::fill(const SlotShape &shape, const SlotPlace &place, std::int64_t at, const ArrayRef &array,
                            std::int64_t rows, void *stream) noexcept {
   lkv_buffer *const buffer = place.buffer;
-  const std::int64_t piece = std::max<std::int64_t>(fresh_piece / (shape.outer * shape.run), 1);
+  if (rows == 1 && shape.outer == 1 && device->is_cpu() && contiguous_behind(array, shape.axis, shape.itemsize)) {
+    // A decode token on the host, by far the most frequent: one run.
+    populate_ahead(buffer, at + 1, 1, 0, place.row_stride);
+    std::memmove(place.base + at * place.row_stride, array.data, static_cast<std::size_t>(shape.run));
+    return LKV_OK;
+  }
   lkv_status status = LKV_OK;
   for (std::int64_t first = 0, n; first < rows && status == LKV_OK; first += n) {
-    const bool resident = at + rows <= buffer->resident.load(std::memory_order_relaxed) || !buffer->paged;
-    n = resident ? rows - first : std::min(piece, rows - first);
+    n = rows - first;
+    if (n > 1 && buffer->paged && at + rows > buffer->resident.load(std::memory_order_relaxed))
+      n = std::min(n, std::max<std::int64_t>(fresh_piece / (shape.outer * shape.run), 1));
     const bool fresh = populate_ahead(buffer, at + first + n, shape.outer, place.outer_stride, place.row_stride);
     status = copy_in(shape, place, at + first, array, first, n, fresh, stream);
   }

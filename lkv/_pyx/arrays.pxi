@@ -1,5 +1,5 @@
-# Arrays of other libraries, borrowed for a call: NumPy by its C interface, PyTorch and others by DLPack's exchange table,
-# everything else by a DLPack capsule or the buffer protocol.
+# Arrays of other libraries, borrowed for a call: NumPy by its C interface, PyTorch and others by DLPack's exchange
+# table, everything else by a DLPack capsule or the buffer protocol.
 
 # NumPy's type number -> dtype code, 0 for what lkv has no word for; ml_dtypes registers its own behind 256.
 cdef int[32] BUILTIN_CODE
@@ -221,7 +221,8 @@ cdef inline bint borrow_known(object array, ArrayRef *ref) noexcept:
         ref.device_type = kDLCPU
         ref.device_id = 0
         set_code(ref, numpy_code(<cnp.ndarray>array))
-        if ref.dl_bits == 0 and cnp.PyArray_ISNUMBER(<cnp.ndarray>array) and cnp.PyArray_ISNOTSWAPPED(<cnp.ndarray>array):
+        if (ref.dl_bits == 0 and cnp.PyArray_ISNUMBER(<cnp.ndarray>array)
+                and cnp.PyArray_ISNOTSWAPPED(<cnp.ndarray>array)):
             ref.dl_bits = <unsigned char>min(8 * cnp.PyArray_ITEMSIZE(<cnp.ndarray>array), 255)  # for bits()
         return True
     for i in range(KNOWN_COUNT):

@@ -257,7 +257,8 @@ cdef extern from "slot_table.hpp" namespace "lkv" nogil:
         lkv_status append(int64_t layer, const ArrayRef *arrays, int64_t rows, Fault *fault) noexcept
         lkv_status pass_to_read(int64_t hi) noexcept
         void leave_read(int64_t hi) noexcept
-        lkv_status append_leased(void *stream, int64_t layer, const ArrayRef *arrays, int64_t rows, Fault *fault) noexcept
+        lkv_status append_leased(void *stream, int64_t layer, const ArrayRef *arrays, int64_t rows,
+                                 Fault *fault) noexcept
         uint64_t ticket() noexcept
         void close() noexcept
         bint writing() noexcept

@@ -113,8 +113,8 @@ cdef class LayerBuffers:
         cdef lkv_buffer *buffer
         cdef lkv_status status
         if not 0 <= first <= last <= self.held().max_seq_len:
-            raise errors.LayerIndexError(f"clear: expected rows within [0, {self.held().max_seq_len}), got [{lo}, {hi})",
-                                         expected=(0, self.held().max_seq_len), actual=(lo, hi))
+            raise errors.LayerIndexError(f"clear: expected rows within [0, {self.held().max_seq_len}), got "
+                                         f"[{lo}, {hi})", expected=(0, self.held().max_seq_len), actual=(lo, hi))
         for storage in self.held().storages:
             buffer = (<Storage>storage).buffer
             with nogil:

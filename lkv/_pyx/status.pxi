@@ -119,7 +119,7 @@ cdef enum:
 
 
 cdef lkv_status wait_for(LeaseQueue *queue, Request *request, int64_t timeout_ns) except? -1:
-    """Waits for a queued request without the GIL, keeping its place; LKV_OK or the reason, the request then withdrawn."""
+    """Waits for a queued request without the GIL, keeping its place; if not LKV_OK, it has been withdrawn."""
     cdef int64_t left = timeout_ns, begun = monotonic_ns() if timeout_ns > 0 else 0, this_time
     cdef lkv_status status
     while True:

@@ -66,7 +66,7 @@ cdef class Storage:
         if readonly is None:
             readonly = not is_writable(array, kept)
         adopt_memory(storage, <void *>ref.data, tuple([ref.shape[i] for i in range(ref.ndim)]), dtype, axis, readonly,
-                             (array, kept))
+                     (array, kept))
         return storage
 
     @staticmethod
@@ -383,6 +383,7 @@ cdef Buffer *held(Storage storage) except NULL:
         raise TypeError("the Storage was never initialised")
     return <Buffer *>storage.buffer
 
+
 @cython.no_gc
 cdef class Lease(View):
     """A held right to read or write some rows of a storage, and those rows as an array.
@@ -495,7 +496,7 @@ cdef inline int shape_rows(View view, Storage storage, int64_t lo, int64_t hi) e
 cdef int row_major(Storage storage, str what) except -1:
     held(storage)
     if storage.axis != 0:
-        raise errors.ShapeMismatchError(f"{what}: the rows of this storage are strided (axis {storage.axis}); lease them",
+        raise errors.ShapeMismatchError(f"{what}: the rows of this storage are strided (axis {storage.axis}): lease",
                                         expected=0, actual=storage.axis)
     return 0
 

@@ -58,7 +58,8 @@ cdef int await_rows(View view, object stream) except -1:
         return 0
     if stream is not None and (isinstance(stream, bool) or not isinstance(stream, int) or stream < -1 or
                                (stream == 0 and device.table.dl_device_type == CUDA)):
-        raise BufferError(f"stream: expected None, -1 or a stream's address, 1 or 2 for the default ones; got {stream!r}")
+        raise BufferError(f"stream: expected None, -1 or a stream's address, 1 or 2 for the default ones, "
+                          f"got {stream!r}")
     if stream == -1:
         return 0
     if stream is not None and stream != LEGACY_STREAM:

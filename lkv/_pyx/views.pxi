@@ -120,11 +120,9 @@ cdef class View:
 
         PyTorch has no read-only tensors: a tensor from a read lease must not be written.
         """
-        cdef ExchangeAPI *api = find_exchange(import_extra("torch", "torch").Tensor)
+        cdef ExchangeAPI *api = torch_exchange()
         cdef void *tensor = NULL
         cdef Versioned *exported
-        if api == NULL:
-            raise ImportError("torch() needs PyTorch 2.10 or newer; pip install 'latent-kv[torch]'")
         usable(self)
         if device_of(self).table.sync != NULL:
             await_rows_on(self, api)
@@ -259,6 +257,18 @@ cdef Buffer *memory(View view) except NULL:
     return <Buffer *>view.buffer
 
 
+cdef ExchangeAPI *TORCH = NULL
+
+
+cdef ExchangeAPI *torch_exchange() except NULL:
+    global TORCH
+    if TORCH == NULL:
+        TORCH = find_exchange(import_extra("torch", "torch").Tensor)
+        if TORCH == NULL:
+            raise ImportError("torch() needs PyTorch 2.10 or newer; pip install 'latent-kv[torch]'")
+    return TORCH
+
+
 cdef int usable(View view) except -1:
     memory(view)
     if view.lease != NULL and not (<Handle *>view.lease).active():
@@ -316,6 +326,7 @@ cdef bint contiguous(View view) noexcept:
             return False
         stride *= view.dims[i]
     return True
+
 
 @cython.final
 cdef class Bits:

@@ -62,6 +62,18 @@ def a_writer_on_another_stream_waits_for_the_reader(location):
     streams.expect(5, KIB, streams.t, streams.s)
 
 
+def a_write_is_remembered_after_leases_of_other_rows(location):
+    streams, storage = Streams(), Storage((8, KIB), device=location)
+    with streams.s:
+        storage.write_host(b"\x05" * KIB, 0)
+    with streams.t:
+        for row in range(1, 8):
+            storage.write_host(b"\x09" * KIB, row)
+        with storage.read(0, 1) as lease:
+            streams.copy_out(lease.address, KIB, streams.t)
+    streams.expect(5, KIB, streams.t)
+
+
 def the_last_of_two_writers_wins(location):
     streams, storage = Streams(), Storage(KIB, device=location)
     with streams.s:
@@ -110,6 +122,18 @@ def a_wipe_waits_for_the_reader(location):
     with streams.t:
         cache.wipe()
     streams.expect(7, KIB, streams.t, streams.s)
+
+
+def a_wipe_is_done_for_the_stream_that_asked(location):
+    streams = Streams()
+    cache = LatentKvCache.with_capacity(1, 4, [(256,)], "uint8", location)
+    with cache.step(4) as step:
+        step.append(0, [np.full((4, 256), 7, np.uint8)])
+    cupy.cuda.runtime.deviceSynchronize()
+    with streams.t:
+        cache.wipe()
+    streams.t.synchronize()
+    assert set(device_bytes(cache.slot_storage(0, 0).address, KIB)) == {0}
 
 
 def fresh_memory_is_not_cleared_once_it_is_in_use(location):
@@ -225,9 +249,10 @@ def a_destination_is_complete(location):
 
 
 def a_large_destination_is_complete(location):
+    storage = filled(5, 10 * MIB, location)
+    cupy.cuda.runtime.deviceSynchronize()
     if SIMULATOR is not None:
         SIMULATOR.pageable_async(True)
-    storage = filled(5, 10 * MIB, location)
     assert set(storage.read_host()) == {5}
     assert set(storage.read_host(0, KIB)) == {5}
 

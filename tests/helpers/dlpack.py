@@ -138,9 +138,9 @@ class Producer:
     def __dlpack_device__(self):
         return self.managed.tensor.device_type, 0
 
-    def __dlpack__(self, **options):
+    def __dlpack__(self, *, stream=None, **options):
         if not self.versioned and options:
-            raise TypeError("__dlpack__() takes no keyword arguments")
+            raise TypeError(f"__dlpack__() got unexpected keyword arguments {list(options)}")
         self.asked += 1
         name = b"dltensor_versioned" if self.versioned else b"dltensor"
         return _new(ctypes.addressof(self.managed), name, None)
