@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.measure import Contender, Progress, Settings, Table, Target, compare
-from benchmarks.native import api_address, library, places
+from benchmarks.native import api_address, library, places, storages_of
 from benchmarks.optional import peer
 from lkv import LatentKvCache
 
@@ -29,7 +29,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.cache = LatentKvCache.with_capacity(LAYERS, COLD_ROWS, [(w,) for w in WIDTHS], "bfloat16")
-        self.storages = [self.cache.slot_storage(layer, slot) for layer in range(LAYERS) for slot in range(len(WIDTHS))]
+        self.storages = storages_of(self.cache)
         for storage in self.storages:
             with storage.write() as lease:
                 lease.numpy().view(np.uint16)[:] = 1

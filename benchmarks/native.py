@@ -15,7 +15,7 @@ from typing import Any
 import lkv
 from lkv._storage import _C_API
 
-__all__ = ["Place", "api_address", "library", "places"]
+__all__ = ["Place", "api_address", "library", "places", "storages_of"]
 
 
 class Place(ctypes.Structure):
@@ -62,4 +62,10 @@ def api_address() -> int:
 
 def places(targets: Sequence[tuple[lkv.Storage, int, int]]) -> ctypes.Array[Place]:
     """Describe storages to the C helper: each with the address of its source and the bytes of a row."""
-    return (Place * len(targets))(*((s.address, source, nbytes, s.handle) for s, source, nbytes in targets))
+    return (Place * len(targets))(*(Place(s.address, source, nbytes, s.handle) for s, source, nbytes in targets))
+
+
+def storages_of(cache: lkv.LatentKvCache) -> list[lkv.Storage]:
+    """Return the storages of a cache, layer by layer and slot by slot."""
+    every = (cache.slot_storage(layer, slot) for layer in range(cache.n_layers) for slot in range(cache.n_slots))
+    return [storage for storage in every if storage is not None]

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.measure import Contender, Progress, Settings, Table, Target, compare
-from benchmarks.native import api_address, library, places
+from benchmarks.native import api_address, library, places, storages_of
 from benchmarks.optional import peer
 from lkv import LatentKvCache
 
@@ -38,7 +38,7 @@ class Slabs:
 
     def __init__(self) -> None:
         self.cache = LatentKvCache.with_capacity(1, CAPACITY, [(w,) for w in WIDTHS], "bfloat16")
-        self.storages = [self.cache.slot_storage(0, slot) for slot in range(len(WIDTHS))]
+        self.storages = storages_of(self.cache)
         self.source = [np.ones((max(ROWS), w), ml_dtypes.bfloat16) for w in WIDTHS]
         self.cache.append(0, [np.ones((CAPACITY, w), ml_dtypes.bfloat16) for w in WIDTHS])
         spots = [(s, a.ctypes.data, 2 * w) for s, a, w in zip(self.storages, self.source, WIDTHS, strict=True)]
@@ -122,8 +122,8 @@ def fresh(settings: Settings, progress: Progress) -> Table:
 
     def make(name: str, huge_pages: bool) -> None:
         made.pop(name, None)
-        geometry = dict(n_layers=1, max_seq_len=FRESH_ROWS, slot_trailing=[(w,) for w in WIDTHS], dtype="bfloat16")
-        made[name] = LatentKvCache.with_capacity(**geometry, huge_pages=huge_pages)
+        slots = [(width,) for width in WIDTHS]
+        made[name] = LatentKvCache.with_capacity(1, FRESH_ROWS, slots, "bfloat16", huge_pages=huge_pages)
 
     def map_pages() -> None:
         maps = [mmap.mmap(-1, array.nbytes) for array in source]

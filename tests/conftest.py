@@ -1,3 +1,4 @@
+import gc
 import os
 
 import pytest
@@ -10,9 +11,11 @@ os.environ["PYTHONSAFEPATH"] = "1"
 @pytest.fixture(params=["cpu", *LOCATIONS])
 def device(request):
     """A location for the storages of a test: the host, and the CUDA devices when ``LKV_TEST_CUDA`` asks for them."""
-    if SIMULATOR is None or request.param == "cpu":
+    if request.param == "cpu":
         yield request.param
+        gc.collect()
         return
-    SIMULATOR.schedule(SCHEDULE)
+    if SIMULATOR is not None:
+        SIMULATOR.schedule(SCHEDULE)
     yield request.param
     reset_cuda()

@@ -44,7 +44,8 @@ def cpp(folder):
 @pytest.fixture(scope="module")
 def cython(folder):
     name, source = "consumer_cython", folder / "consumer_cython.c"
-    to_c(str(compilers.CAPI / f"{name}.pyx"), output_file=str(source), language_level=3)
+    beside_lkv = str(Path(lkv.__file__).parents[1])  # an editable install is not on the path that Cython searches
+    to_c(str(compilers.CAPI / f"{name}.pyx"), output_file=str(source), language_level=3, include_path=[beside_lkv])
     return compilers.load(compilers.extension(source, folder, name, flags=["-Wall", "-Werror"]), name)
 
 
@@ -119,7 +120,9 @@ api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 api.PyCapsule_New.restype = ctypes.py_object
 api.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 name = b"lkv._storage._C_API"
-copy = ctypes.create_string_buffer(ctypes.string_at(api.PyCapsule_GetPointer(lkv._storage._C_API, name), 256), 256)
+table = api.PyCapsule_GetPointer(lkv._storage._C_API, name)
+size = ctypes.c_size_t.from_address(table + 8).value
+copy = ctypes.create_string_buffer(ctypes.string_at(table, size), size)
 ctypes.c_uint32.from_buffer(copy, {offset}).value += {change}
 lkv._storage._C_API = api.PyCapsule_New(ctypes.addressof(copy), name, None)
 try:

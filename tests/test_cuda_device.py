@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,7 +51,7 @@ def collected():
 @pytest.mark.parametrize(
     ("status", "message"),
     [
-        (35, r"finds no NVIDIA driver that is new enough \(cudaErrorInsufficientDriver"),
+        (35, r"the NVIDIA driver is for CUDA 13\.2, CuPy needs \d+\.\d+"),
         (100, "there is no NVIDIA GPU$"),
         (999, "the CUDA runtime failed: cudaErrorUnknown"),
     ],
@@ -63,6 +65,14 @@ def test_what_is_missing_is_said(status, message):
     SIMULATOR.fail("cudaGetDeviceCount", status)
     [(location, text)] = cuda.available()
     assert location == DeviceLocation("cuda") and re.search(message, text) and text.startswith("unavailable: ")
+
+
+@needs_simulator
+@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="there is a driver")
+def test_a_machine_without_a_driver_says_so():
+    code = "from lkv.devices import available\nprint(*available()[1])"
+    listed = subprocess.check_output([sys.executable, "-c", code], text=True).strip()
+    assert listed == "cuda:0 unavailable: there is no NVIDIA driver"
 
 
 @needs_simulator
@@ -213,6 +223,21 @@ def test_a_storage_outlives_the_pool_it_came_from():
     del pool
     gc.collect()
     assert storage.read_host() == bytes(range(250)) * 4
+
+
+def test_memory_outlives_the_stream_it_was_made_on():
+    """The memory goes back by way of that stream, whose handle would be stale."""
+    with cupy.cuda.Stream(non_blocking=True):
+        storage = Storage(1000, device="cuda:0")
+    other = cupy.cuda.Stream(non_blocking=True)
+    with other:
+        storage.write_host(b"\x05" * 1000)
+    gc.collect()
+    with SIMULATOR.counting() if SIMULATOR is not None else nullcontext({}) as calls:
+        assert set(storage.read_host()) == {5}
+        del storage
+        collected()
+    assert MODE == "gpu" or "cudaStreamDestroy" in calls
 
 
 def test_an_allocator_that_aligns_to_less_is_made_up_for():

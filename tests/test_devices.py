@@ -87,9 +87,7 @@ def test_a_cupy_that_cannot_be_imported_is_told_from_a_missing_one(monkeypatch, 
     (tmp_path / "cupy.py").write_text("import a_library_that_is_not_there")
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(
-        DeviceUnavailableError, match=r"'cuda:8'.*CuPy cannot be imported: .*a_library_that_is_not_there"
-    ):
+    with pytest.raises(DeviceUnavailableError, match=r"'cuda:8'.*CuPy cannot be imported: .*a_library_that"):
         resolve("cuda:8")
 
 

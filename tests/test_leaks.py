@@ -231,7 +231,11 @@ def numbers(subject):
     gc.collect()
     memory = host_memory()
     counts = [s.refcount for s in storages(subject)]
-    return memory["live_buffers"], memory["live_bytes"], counts, sys.getallocatedblocks(), heap(), resident()
+    blocks = sys.getallocatedblocks()
+    # Without the interpreter's own allocator (PYTHONMALLOC=malloc) the heap is full of its objects, which come and go;
+    # a sanitizer keeps what was freed as well.
+    bytes_held = (heap(), resident()) if blocks else (0, 0)
+    return memory["live_buffers"], memory["live_bytes"], counts, blocks, *bytes_held
 
 
 def storages(subject):
@@ -331,7 +335,9 @@ def test_the_table_has_a_line_for_every_public_method(kind):
 
 def test_a_leak_is_noticed():
     kept = []
-    with pytest.raises(pytest.fail.Exception, match="blocks"):
-        assert_nothing_stays(None, lambda _: kept.append(object()))
     with pytest.raises(AssertionError):
         assert_nothing_stays(None, lambda _: kept.append(lkv.Storage(1)))
+    if not sys.getallocatedblocks():
+        pytest.skip("the allocator does not count (PYTHONMALLOC=malloc)")
+    with pytest.raises(pytest.fail.Exception, match="blocks"):
+        assert_nothing_stays(None, lambda _: kept.append(object()))

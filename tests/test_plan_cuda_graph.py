@@ -9,7 +9,7 @@ import pytest
 from helpers.plans import latent
 
 from lkv import errors
-from lkv.plan import CudaGraphPlan, DecodeSession, RebindRefused
+from lkv.plan import CudaGraphPlan, DecodeSession, RebindRefused, cuda_graph
 
 
 class FakeStream:
@@ -97,6 +97,7 @@ def cupy(monkeypatch):
 
     module.enqueue = enqueue
     monkeypatch.setitem(sys.modules, "cupy", module)
+    monkeypatch.setattr(cuda_graph, "_cupy_array", lambda storage: storage.alias().numpy())
     return module
 
 

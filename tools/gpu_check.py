@@ -352,8 +352,10 @@ def main() -> int:
     args = parser.parse_args()
     if args.sim:
         sys.path.insert(0, str(ROOT / "tests"))
+        os.environ["CUDASIM_TOTAL"] = str(1 << 30)
         with tempfile.TemporaryDirectory() as folder:
             importlib.import_module("cudasim").install(folder).schedule("lazy")
+        del os.environ["CUDASIM_TOTAL"]
     report = run(args.sim)
     args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(table(report))

@@ -20,10 +20,13 @@ cdef void py_free(void *device, void *address, size_t nbytes) noexcept with gil:
     (<object>device).free(<size_t>address, nbytes)  # an exception has nowhere to go: it is reported as unraisable
 
 
+cdef tuple COPY_KINDS = (None, *devices.base.CopyKind)  # by number; calling the enum costs more than the look-up
+
+
 cdef lkv_status py_copy_2d(void *device, lkv_copy_kind kind, void *dst, size_t dst_pitch, const void *src,
                            size_t src_pitch, size_t width, size_t height, void *stream) noexcept with gil:
     try:
-        (<object>device).copy_2d(devices.base.CopyKind(kind), <size_t>dst, dst_pitch, <size_t>src, src_pitch, width,
+        (<object>device).copy_2d(COPY_KINDS[kind], <size_t>dst, dst_pitch, <size_t>src, src_pitch, width,
                                  height, <size_t>stream)
         return LKV_OK
     except BaseException as error:

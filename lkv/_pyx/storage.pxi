@@ -247,6 +247,9 @@ cdef class Storage:
         cdef size_t nbytes = held(self).nbytes
         cdef lkv_status status
         with source, target:
+            if device_of(source) != device_of(target) and related(device_of(source), device_of(target)):
+                copy_elements(target, source)
+                return made
             with nogil:
                 status = lease_copy_2d(target.lease, 0, nbytes, source.lease, 0, nbytes, nbytes, 1)
             check(status, "copy")

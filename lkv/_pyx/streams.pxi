@@ -186,8 +186,11 @@ cdef object cupy_array(View view):
     usable(view)
     itemsize = dtype_info(view.code).itemsize
     if device_of(view).table.dl_device_type != CUDA:
-        raise errors.DeviceMismatchError(f"cupy: expected CUDA memory, the view is on {view.device}", expected="cuda",
-                                         actual=str(view.device))
+        try:
+            return cupy.from_dlpack(view)
+        except Exception as error:
+            raise errors.DeviceMismatchError(f"cupy: expected CUDA memory, the view is on {view.device}",
+                                             expected="cuda", actual=str(view.device)) from error
     await_rows_here(view)
     for i in range(view.ndim):
         last += max(view.dims[i] - 1, 0) * view.steps[i]

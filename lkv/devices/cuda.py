@@ -313,7 +313,7 @@ def _usable() -> tuple[Any, int]:
         count = int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
         if error.status == _INSUFFICIENT_DRIVER:
-            raise _Missing(f"CuPy {cupy.__version__} finds no NVIDIA driver that is new enough ({error})") from error
+            raise _Missing(_driver(runtime)) from error
         if error.status != _NO_DEVICE:
             raise _Missing(f"the CUDA runtime failed: {error}") from error
         count = 0
@@ -322,3 +322,11 @@ def _usable() -> tuple[Any, int]:
         hint = "" if visible is None else f"; CUDA_VISIBLE_DEVICES is {visible!r}"
         raise _Missing(f"there is no NVIDIA GPU{hint}")
     return cupy, count
+
+
+def _driver(runtime: Any) -> str:
+    version = int(runtime.driverGetVersion())
+    if not version:
+        return "there is no NVIDIA driver"
+    needed, found = (f"{v // 1000}.{v % 1000 // 10}" for v in (runtime.runtimeGetVersion(), version))
+    return f"the NVIDIA driver is for CUDA {found}, CuPy needs {needed}"

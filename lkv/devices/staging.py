@@ -74,7 +74,8 @@ class Staging:
     def upload(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int, stream: int) -> None:
         """Copy from the host. The source has been read when this returns."""
         with self._lock:
-            self._attach_events()
+            if self._noted:
+                self._attach_events()
             if height == 1 or width > _BLOCK_BYTES:
                 for row in range(height):
                     self._upload_run(dst + row * dst_pitch, src + row * src_pitch, width, stream)

@@ -4,6 +4,7 @@
 without it the CUDA tests are skipped. ``LKV_TEST_CUDA_SCHEDULE`` names the schedule of the cache tests under ``sim``.
 """
 
+import gc
 import os
 import tempfile
 
@@ -61,6 +62,8 @@ needs_simulator = pytest.mark.skipif(
 def reset_cuda():
     """Finish all work, drop what CuPy keeps, and take back what a test asked of the simulator."""
     import cupy
+
+    gc.collect()  # an error that a test caught holds its frame, and so its caches
 
     if SIMULATOR is not None:
         SIMULATOR.clear_error()

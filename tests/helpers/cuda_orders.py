@@ -9,6 +9,7 @@ import gc
 import cupy
 import numpy as np
 from helpers.cuda import LOCATIONS, SIMULATOR, device_bytes
+from helpers.cuda_library import LibraryArray
 
 from lkv import LatentKvCache, Storage
 
@@ -291,11 +292,27 @@ def an_array_that_is_still_being_computed_is_waited_for(location):
     with streams.t:
         source.data.memset_async(5, KIB)
         step.append(0, [source])
-        source.data.memset_async(9, KIB)  # and its memory may be used again at once
+        source.data.memset_async(9, KIB)  # it may be used again at once
     step.commit()
     with streams.s, cache.read(0) as rows:
         streams.copy_out(rows[0].address, KIB, streams.s)
     streams.expect(5, KIB, streams.t, streams.s)
+
+
+def an_array_of_a_library_with_its_own_stream_is_waited_for(location):
+    for order in ("s", "t"), ("t", "s"):
+        streams = Streams()
+        cache = LatentKvCache.with_capacity(1, 4, [(256,)], "uint8", location)
+        source = cupy.empty((4, 256), np.uint8)
+        cupy.cuda.runtime.deviceSynchronize()
+        LibraryArray.stream = streams.t.ptr
+        with streams.s, cache.step(4) as step:
+            source.data.memset_async(5, KIB, streams.t)
+            step.append(0, [LibraryArray(source)])
+            source.data.memset_async(9, KIB, streams.t)
+        with streams.s, cache.read(0) as rows:
+            streams.copy_out(rows[0].address, KIB, streams.s)
+        streams.expect(5, KIB, *(getattr(streams, name) for name in order))
 
 
 def a_device_waits_for_another(location):
