@@ -15,7 +15,9 @@ import lkv
 headers = [f"-I{lkv.get_include()}", f"-I{sysconfig.get_path('include')}"]
 with tempfile.TemporaryDirectory() as folder:
     source, built = Path(folder) / "sampler.c", Path(folder) / f"sampler{sysconfig.get_config_var('EXT_SUFFIX')}"
-    to_c(str(Path(__file__).with_name("sampler.pyx")), output_file=str(source), language_level=3)
+    sampler = Path(__file__).with_name("sampler.pyx")
+    beside_lkv = str(Path(lkv.__file__).parents[1])  # for an editable install, which Cython does not find by itself
+    to_c(str(sampler), output_file=str(source), language_level=3, include_path=[beside_lkv])
     compiler = [os.environ.get("CC", "cc"), "-O2", "-fPIC", "-shared"]
     subprocess.run([*compiler, *headers, source, "-o", built], check=True)
     sys.path.insert(0, folder)
