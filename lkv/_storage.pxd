@@ -157,6 +157,7 @@ cdef class View:
     cdef int64_t hi
     cdef char *data
     cdef readonly int ndim
+    """Number of dimensions."""
     cdef lkv_dtype code
     cdef bint read_only
     cdef int64_t dims[8]
@@ -171,5 +172,7 @@ cdef class Lease(View):
 cdef class Storage:
     cdef lkv_buffer *buffer
     cdef readonly tuple shape
+    """The shape of the whole."""
     cdef readonly int axis
+    """Which dimension counts the rows."""
     cdef object __weakref__

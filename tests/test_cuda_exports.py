@@ -146,6 +146,19 @@ def test_a_cache_refuses_arrays_of_another_device():
     assert rows_of(cache, 0)[0].tolist() == sample().tolist()
 
 
+def test_arrays_of_another_device_go_in_when_told_to_copy():
+    for location in ["cpu", *LOCATIONS]:
+        cache = LatentKvCache.with_capacity(1, 12, [(4,), (4,)], "float32", location)
+        strided = cupy.asarray(sample(shape=(12, 4)))[::2]
+        cache.append(0, [cupy.asarray(sample()), sample()], copy=True)
+        cache.advance_by(6)
+        with cupy.cuda.Stream(non_blocking=True), cache.step(6) as step:
+            step.append(0, [strided, sample()], copy=True)
+        first, second = rows_of(cache, 0)
+        np.testing.assert_array_equal(first, np.concatenate([sample(), sample(shape=(12, 4))[::2]]))
+        np.testing.assert_array_equal(second, np.concatenate([sample()] * 2))
+
+
 # ---- out: CuPy ----
 
 

@@ -140,6 +140,7 @@ def test_a_session_keeps_the_memory_of_a_cache_that_is_gone():
     cache = latent(3, 1)
     expected = content(cache)
     session, _ = held(cache)
+    gc.collect()
     live = host_memory()["live_buffers"]
     del cache
     gc.collect()
@@ -153,6 +154,7 @@ def test_control_a_session_that_holds_no_storages_loses_the_memory():
     cache = latent(3, 1)
     session, _ = held(cache)
     session._baked = session._baked._replace(slots={})
+    gc.collect()
     live = host_memory()["live_buffers"]
     del cache
     gc.collect()
@@ -163,6 +165,7 @@ def test_a_rebound_session_lets_the_old_memory_go():
     first, second = latent(2, 1), latent(2, 2)
     session, _ = held(first)
     session.rebind_kv(second)
+    gc.collect()
     live = host_memory()["live_buffers"]
     del first
     gc.collect()

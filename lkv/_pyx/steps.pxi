@@ -55,7 +55,7 @@ cdef class Step:
         """Whether the step is still open."""
         return self.open()
 
-    def append(self, layer, slots):
+    def append(self, layer, slots, *, copy=False):
         """Write this step's rows of one layer: one array ``[n, *slot_trailing[s]]`` per slot.
 
         As `SlotTable.append`, but locks nothing, and takes exactly `n` rows. Threads may append different layers.
@@ -71,7 +71,7 @@ cdef class Step:
         if table.n_slots > STACK_SLOTS:
             refs = <ArrayRef *>checked_malloc(table.n_slots * sizeof(ArrayRef))
         try:
-            slots = as_slots(self.cache, slots, "append")
+            slots = as_slots(self.cache, slots, "append") if not copy else brought(self.cache, slots, "append")
             kept = borrow_all(self.cache, slots, refs, "append")
             if not table.check(index, refs, table.n_slots, &rows, &fault):
                 raise_fault(self.cache, "append", &fault, slots, self.n)

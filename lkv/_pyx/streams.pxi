@@ -128,6 +128,67 @@ cdef int worked_on(object array, Device *device, void **out) except -1:
     return 0
 
 
+cdef tuple brought(SlotTable cache, object slots, str what):
+    """One array per slot; those of another device copied to where the cache is."""
+    return tuple([brought_here(cache.held().device, array) for array in as_slots(cache, slots, what)])
+
+
+cdef object brought_here(lkv_device *target, object array):
+    cdef ArrayRef ref
+    cdef Device *here = <Device *>target
+    cdef Device *there
+    cdef View source, copy
+    cdef void *works = NULL
+    cdef void *now = NULL
+    cdef int i
+    kept = borrow(array, &ref)
+    if ref.device_type in (1, 3) or (ref.device_type == here.table.dl_device_type and ref.device_id == here.ordinal):
+        return array
+    if ref.data == NULL:  # nothing to read
+        return fresh_view(tuple([ref.shape[i] for i in range(ref.ndim)]),
+                          code_name(DLDataType(ref.dl_code, ref.dl_bits, 1)), location_of(target))
+    source = borrowed_view(&ref, (array, kept))
+    copy = fresh_view(source.shape, source.dtype, location_of(target))
+    there = device_of(source)
+    worked_on(array, there, &works)
+    current_stream(there, &now)
+    order(there, works, there, now)
+    copy_elements(copy, source)
+    order(there, now, there, works)
+    return copy
+
+
+cdef View borrowed_view(const ArrayRef *ref, object owner):
+    """A view over an array's own memory, which `owner` keeps."""
+    cdef lkv_buffer_desc desc
+    cdef View view = View.__new__(View)
+    cdef int64_t reach = 1, stride = 1
+    cdef int i
+    dtype = code_name(DLDataType(ref.dl_code, ref.dl_bits, 1))
+    if not 0 <= ref.ndim <= 8:
+        raise errors.ShapeMismatchError(f"array: expected at most 8 dims, got {ref.ndim}", actual=ref.ndim)
+    view.ndim = ref.ndim
+    for i in range(ref.ndim - 1, -1, -1):
+        view.dims[i] = ref.shape[i]
+        view.steps[i] = ref.strides[i] * ref.stride_unit // dtype.itemsize if ref.strides != NULL else stride
+        stride *= max(ref.shape[i], 1)
+        if ref.shape[i] > 1 and view.steps[i] < 0:
+            raise errors.ShapeMismatchError("array: a copy of negative strides is not supported")
+        reach += max(ref.shape[i] - 1, 0) * view.steps[i]
+    memset(&desc, 0, sizeof(desc))
+    desc.struct_size = sizeof(desc)
+    desc.device = device_of_dlpack(DLDevice(ref.device_type, ref.device_id))
+    desc.rows = reach
+    desc.row_bytes = dtype.itemsize
+    desc.dtype = dtype.code
+    check(wrap(&desc, <void *>ref.data, drop_owner, <void *>owner, &view.buffer), "array")
+    Py_INCREF(owner)
+    view.data = <char *>ref.data
+    view.code = dtype.code
+    view.read_only = True
+    return view
+
+
 cdef dict export_options(object array):
     """What `__dlpack__` of a CUDA array must know: the stream that will read it."""
     cdef lkv_device *device = NULL
@@ -334,6 +395,7 @@ def gather_rows(View view not None, axis, rows):
     return in_shape(made, (*view.shape[:which], *rows.shape, *view.shape[which + 1:]))
 
 
-def rows_beside(SlotTable cache not None, LayerRows rows not None, layer):
-    """Return the same rows of another layer under the lease that `rows` holds."""
-    return make_rows(cache, cache.layer_index(layer), rows.lease, rows.lo, rows.hi, True, False)
+def rows_beside(SlotTable cache not None, LayerRows rows not None, layer, hi=None):
+    """Return the same rows of another layer under the lease that `rows` holds; those before `hi`, if given."""
+    cdef int64_t end = rows.hi if hi is None else min(max(<int64_t>hi, rows.lo), rows.hi)
+    return make_rows(cache, cache.layer_index(layer), rows.lease, rows.lo, end, True, False)

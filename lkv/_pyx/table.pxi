@@ -70,7 +70,7 @@ cdef class SlotTable:
                                          expected=(0, self.table.n_layers - 1), actual=index)
         return index
 
-    def append(self, layer, slots):
+    def append(self, layer, slots, *, copy=False):
         """Write new rows of one layer behind the published ones, under a short lease; publish with `advance_by`.
 
         Parameters
@@ -80,6 +80,8 @@ cdef class SlotTable:
         slots : list or tuple of array
             One array per slot, ``[n, *slot_trailing[s]]`` of the cache's dtype: NumPy, PyTorch, or anything with
             DLPack or the buffer protocol. All are checked before any is written; they may be reused at once.
+        copy : bool
+            Take arrays of another device too, by way of a copy beside the cache. Host arrays always go in.
 
         Raises
         ------
@@ -100,7 +102,7 @@ cdef class SlotTable:
         if table.n_slots > STACK_SLOTS:
             refs = <ArrayRef *>checked_malloc(table.n_slots * sizeof(ArrayRef))
         try:
-            slots = as_slots(self, slots, "append")
+            slots = as_slots(self, slots, "append") if not copy else brought(self, slots, "append")
             kept = borrow_all(self, slots, refs, "append")
             if not table.check(index, refs, table.n_slots, &rows, &fault):
                 raise_fault(self, "append", &fault, slots, rows)
@@ -331,6 +333,27 @@ cdef class SlotTable:
     def _note(self, layer):
         """Count the published rows of a layer as written. Needs a turn."""
         self.held().note_written(self.layer_index(layer), self.table.queue.length())
+
+    def _writable(self, Exclusive turn not None, layer, rows):
+        """Return rows ``[0, rows)`` of a layer, writable, by a turn at them."""
+        cdef int64_t index = self.layer_index(layer), count = rows
+        self.check_room("rows", 0, count)
+        if turn.lease == NULL:
+            raise TypeError("the turn was never taken")
+        if not self.table.populated(index):
+            raise errors.UnpopulatedLayerError(f"layer {index} holds no storage")
+        self.table.prepare(index, 0, count)
+        return make_rows(self, index, turn.lease, 0, count, False, False)
+
+    def _replaced(self, rows):
+        """Publish rows ``[0, rows)`` of all layers, which a turn has just written. Needs that turn."""
+        cdef int64_t layer, count = rows
+        self.check_room("rows", 0, count)
+        for layer in range(self.table.n_layers):
+            if count and self.table.populated(layer):
+                self.table.note_written(layer, count)
+        self.table.queue.publish(count)
+        self.table.forget_unpublished(count)
 
     def _zero(self, Exclusive turn not None):
         """Clear all rows of all slots, by a turn at all rows."""

@@ -332,6 +332,7 @@ cdef bint contiguous(View view) noexcept:
 cdef class Bits:
     """Raw bits to be taken for another element type of the same size; made by `bits`."""
     cdef readonly object array
+    """What was wrapped."""
     cdef lkv_dtype code
 
     def __init__(self):
