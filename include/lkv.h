@@ -129,7 +129,11 @@ typedef struct lkv_device_vtable {
 
 /* ---- storages -------------------------------------------------------------------------------------------------- */
 
-enum { LKV_HUGE_PAGES = 1 /* ask the OS for huge pages */, LKV_READ_ONLY_MEMORY = 2 /* buffer_wrap only */ };
+enum {
+  LKV_HUGE_PAGES = 1,       /* buffer_create: ask the OS for huge pages */
+  LKV_READ_ONLY_MEMORY = 2, /* buffer_wrap: write leases are refused */
+  LKV_STRIDED_ROWS = 4      /* a row is not row_bytes in one place, as in a K/V slab [heads, rows, head_dim] */
+};
 
 /* What to create. Set struct_size to sizeof(lkv_buffer_desc) and zero the rest first. */
 typedef struct lkv_buffer_desc {
@@ -159,13 +163,14 @@ typedef struct lkv_buffer_info {
   lkv_dtype dtype;
   int32_t poisoned;
   int32_t read_only;
-  int32_t reserved;
+  int32_t strided; /* LKV_STRIDED_ROWS */
 } lkv_buffer_info;
 
 /* ---- leases ---------------------------------------------------------------------------------------------------- */
 
 /* What a lease gives. Set struct_size to sizeof(lkv_lease_span) before the call. `data` is the first byte of row
- * `lo`; a storage whose rows are not contiguous (a K/V slab) is described by its owner. */
+ * `lo`. Of a storage with LKV_STRIDED_ROWS it is the storage's first byte, and `nbytes` its size: where the leased rows
+ * are in there, and that no others are touched, is up to the caller. */
 typedef struct lkv_lease_span {
   size_t struct_size;
   void *data;
@@ -265,7 +270,8 @@ typedef struct lkv_api {
   /* copy() of `height` runs of `width` bytes, a pitch (at least the width) apart. Any thread. */
   lkv_status (*copy_2d)(lkv_lease *dst, size_t dst_offset, size_t dst_pitch, const lkv_lease *src, size_t src_offset,
                         size_t src_pitch, size_t width, size_t height);
-  /* Clears bytes of leased rows. A failure of the device poisons the buffer. Any thread. */
+  /* Clears bytes of leased rows. As all functions that take bytes of leased rows by their offset: LKV_E_UNSUPPORTED for
+   * a lease on part of a storage with LKV_STRIDED_ROWS. A failure of the device poisons the buffer. Any thread. */
   lkv_status (*fill_zero)(lkv_lease *lease, size_t offset, size_t nbytes);
   /* Copies bytes of leased rows to host memory, complete when this returned. Any thread. */
   lkv_status (*read_host)(const lkv_lease *lease, size_t offset, void *dst, size_t nbytes);

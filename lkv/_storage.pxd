@@ -44,6 +44,7 @@ cdef extern from "lkv.h":
         LKV_DEVICE_TO_DEVICE
         LKV_HUGE_PAGES
         LKV_READ_ONLY_MEMORY
+        LKV_STRIDED_ROWS
     ctypedef struct lkv_buffer:
         pass
     ctypedef struct lkv_lease:
@@ -92,6 +93,7 @@ cdef extern from "lkv.h":
         lkv_dtype dtype
         int32_t poisoned
         int32_t read_only
+        int32_t strided
     ctypedef struct lkv_lease_span:
         size_t struct_size
         void *data

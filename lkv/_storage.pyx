@@ -30,6 +30,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 import atexit
 import importlib
+import math
 import sys
 import threading
 

@@ -44,7 +44,7 @@ lkv_status buffer_info(const lkv_buffer *buffer, lkv_buffer_info *out) noexcept 
                              buffer->dtype,
                              buffer->poisoned.load(std::memory_order_acquire),
                              buffer->read_only,
-                             0};
+                             buffer->strided};
   std::memcpy(out, &full, std::min(full.struct_size, sizeof full));
   return LKV_OK;
 }

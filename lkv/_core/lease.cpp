@@ -13,10 +13,12 @@ namespace {
 using ll = long long;
 
 std::size_t leased_bytes(const lkv_lease *lease) noexcept {
+  if (lease->buffer->strided) return lease->buffer->nbytes;
   return static_cast<std::size_t>((lease->rows.hi - lease->rows.lo) * lease->buffer->row_bytes);
 }
 
 char *leased_data(const lkv_lease *lease) noexcept {
+  if (lease->buffer->strided) return lease->buffer->data;
   return lease->buffer->data + lease->rows.lo * lease->buffer->row_bytes;
 }
 
@@ -25,6 +27,8 @@ lkv_status check_span(const char *what, const lkv_lease *lease, std::size_t offs
   if (!lease || !lease->buffer) return fail(LKV_E_INVALID, "%s: lease is NULL or not of one storage", what);
   if (!lease->active()) return fail(LKV_E_ENDED, "%s: the lease has ended", what);
   if (lease->queue->forked()) return fail(LKV_E_FORKED, "%s: the storage was made before fork()", what);
+  if (width && lease->buffer->strided && lease->rows.hi - lease->rows.lo < lease->buffer->rows)
+    return fail(LKV_E_UNSUPPORTED, "%s: the rows of the storage are strided, and not all of them are leased", what);
   if (write && lease->mode != LKV_WRITE) return fail(LKV_E_READ_ONLY, "%s: the lease is for reading", what);
   if (height > 1 && pitch < width) return fail(LKV_E_INVALID, "%s: a pitch of %zu is below the width %zu", what, pitch, width);
   std::size_t last = 0, end;

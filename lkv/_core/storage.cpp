@@ -61,6 +61,7 @@ lkv_buffer *make(const lkv_buffer_desc &desc) noexcept {
   buffer->nbytes = static_cast<std::size_t>(desc.rows) * static_cast<std::size_t>(desc.row_bytes);
   buffer->dtype = desc.dtype;
   buffer->read_only = desc.flags & LKV_READ_ONLY_MEMORY;
+  buffer->strided = desc.flags & LKV_STRIDED_ROWS;
   buffer->id = next_id.fetch_add(1, std::memory_order_relaxed);
   buffer->queue.store(queue, std::memory_order_release);
   buffer->epoch.store(queue->epoch(), std::memory_order_release);
@@ -97,7 +98,7 @@ void dispose(lkv_buffer *buffer) noexcept {
 lkv_status create(const lkv_buffer_desc *desc, lkv_buffer **out) noexcept {
   lkv_buffer_desc full;
   if (lkv_status status = describe("buffer_create", desc, out, &full)) return status;
-  if (full.flags & ~static_cast<std::uint32_t>(LKV_HUGE_PAGES))
+  if (full.flags & ~static_cast<std::uint32_t>(LKV_HUGE_PAGES | LKV_STRIDED_ROWS))
     return fail(LKV_E_INVALID, "buffer_create: flags 0x%x are unknown", full.flags);
   lkv_buffer *buffer = make(full);
   if (!buffer) return LKV_E_NOMEM;
@@ -122,7 +123,7 @@ lkv_status wrap(const lkv_buffer_desc *desc, void *data, void (*deleter)(void *)
   lkv_buffer_desc full;
   if (lkv_status status = describe("buffer_wrap", desc, out, &full)) return status;
   if (!data) return fail(LKV_E_INVALID, "buffer_wrap: data is NULL");
-  if (full.flags & ~static_cast<std::uint32_t>(LKV_READ_ONLY_MEMORY))
+  if (full.flags & ~static_cast<std::uint32_t>(LKV_READ_ONLY_MEMORY | LKV_STRIDED_ROWS))
     return fail(LKV_E_INVALID, "buffer_wrap: flags 0x%x are unknown", full.flags);
   lkv_buffer *buffer = make(full);
   if (!buffer) return LKV_E_NOMEM;
@@ -172,6 +173,8 @@ lkv_status release_rows(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi) no
     return fail(LKV_E_INVALID, "buffer_release_rows: [%lld, %lld) is not within [0, %lld)", static_cast<long long>(lo),
                 static_cast<long long>(hi), static_cast<long long>(buffer->rows));
   if (buffer->read_only) return fail(LKV_E_READ_ONLY, "buffer_release_rows: the memory is read-only");
+  if (buffer->strided && hi - lo < buffer->rows)
+    return fail(LKV_E_UNSUPPORTED, "buffer_release_rows: the rows are strided: all of them, or none");
   const lkv_buffer::Home home = buffer->home();
   Request request = Request::writing({lo, hi}, home.epoch);
   if (lkv_status status = home.queue->acquire(request, LKV_TRY)) return status;

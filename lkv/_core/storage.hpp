@@ -13,6 +13,7 @@ struct lkv_buffer {
   std::atomic<std::uint32_t> refs{1};
   std::atomic<bool> poisoned{false};
   bool read_only = false;
+  bool strided = false;  // a row is not row_bytes in one place
   bool paged = false;  // anonymous pages of our own: may be populated ahead and given back
   bool huge = false;   // 2 MB of them come with the first touch: populating less ahead would only cost the call
   lkv_dtype dtype = LKV_U8;

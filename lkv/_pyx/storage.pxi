@@ -338,7 +338,7 @@ cdef int make(Storage storage, object shape, object dtype, object axis, lkv_devi
     cdef lkv_buffer_desc desc
     describe(storage, &desc, shape, dtype, axis)
     desc.device = device
-    desc.flags = flags
+    desc.flags |= flags
     cdef lkv_status status = create(&desc, &storage.buffer)
     if status != LKV_OK:
         raise_status(status, "", desc.rows * desc.row_bytes, device)
@@ -357,6 +357,8 @@ cdef int describe(Storage storage, lkv_buffer_desc *desc, object shape, object d
     desc.rows = dims[storage.axis]
     desc.row_bytes = nbytes // desc.rows
     desc.dtype = dtype.code
+    if math.prod(dims[:storage.axis]) > 1:
+        desc.flags = LKV_STRIDED_ROWS
     return 0
 
 
@@ -364,7 +366,8 @@ cdef int adopt_memory(Storage storage, void *data, object shape, object dtype, o
                       object owner) except -1:
     cdef lkv_buffer_desc desc
     describe(storage, &desc, shape, dtype, axis)
-    desc.flags = LKV_READ_ONLY_MEMORY if readonly else 0
+    if readonly:
+        desc.flags |= LKV_READ_ONLY_MEMORY
     check(wrap(&desc, data, drop_owner, <void *>owner, &storage.buffer), "array")
     Py_INCREF(owner)
     return 0

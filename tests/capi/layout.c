@@ -52,7 +52,7 @@ AT(lkv_buffer_info, refcount, 80);
 AT(lkv_buffer_info, dtype, 88);
 AT(lkv_buffer_info, poisoned, 92);
 AT(lkv_buffer_info, read_only, 96);
-AT(lkv_buffer_info, reserved, 100);
+AT(lkv_buffer_info, strided, 100);
 
 SIZE(lkv_lease_span, 48);
 AT(lkv_lease_span, struct_size, 0);

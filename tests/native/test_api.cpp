@@ -302,6 +302,36 @@ void bytes_outside_the_leased_rows_are_out_of_reach() {
   CHECK_OK(api.copy_2d(write, 0, 8, read, 0, 8, 8, 0));
 }
 
+void strided_rows_are_no_bytes_to_go_by_but_all_together() {
+  lkv_buffer_desc d{};
+  d.struct_size = sizeof d;
+  d.rows = 4, d.row_bytes = 8, d.flags = LKV_STRIDED_ROWS;
+  lkv_buffer *slab;
+  CHECK_OK(api.buffer_create(&d, &slab));
+  lkv_lease *some, *all;
+  char bytes[32] = "strided";
+  CHECK_OK(api.lease_acquire(slab, LKV_WRITE, 1, 2, LKV_TRY, &some));
+  CHECK_FAILS(LKV_E_UNSUPPORTED, api.write_host(some, 0, bytes, 8));
+  CHECK_FAILS(LKV_E_UNSUPPORTED, api.read_host(some, 0, bytes, 8));
+  CHECK_FAILS(LKV_E_UNSUPPORTED, api.fill_zero(some, 0, 8));
+  lkv_lease_span span;
+  span.struct_size = sizeof span;
+  CHECK_OK(api.lease_data(some, &span));
+  lkv_buffer_info info;
+  info.struct_size = sizeof info;
+  CHECK_OK(api.buffer_info(slab, &info));
+  CHECK(span.data == info.data && span.nbytes == 32 && span.lo == 1 && span.hi == 2 && info.strided);
+  api.lease_release(some);
+  CHECK_FAILS(LKV_E_UNSUPPORTED, api.buffer_release_rows(slab, 1, 2));
+  CHECK_OK(api.lease_acquire(slab, LKV_WRITE, 0, 4, LKV_TRY, &all));
+  CHECK_OK(api.write_host(all, 24, bytes, 8));
+  CHECK_OK(api.read_host(all, 24, bytes + 8, 8));
+  CHECK(!std::memcmp(bytes, bytes + 8, 8));
+  api.lease_release(all);
+  CHECK_OK(api.buffer_release_rows(slab, 0, 4));
+  api.buffer_release(slab);
+}
+
 void copies_move_the_bytes_they_name() {
   const Buffer buffer(1 << 16, 2);
   const Lease write(buffer, LKV_WRITE, 0, 1 << 16);
@@ -409,6 +439,7 @@ int main() {
   RUN(an_ended_lease_gives_nothing);
   RUN(a_read_lease_does_not_write);
   RUN(bytes_outside_the_leased_rows_are_out_of_reach);
+  RUN(strided_rows_are_no_bytes_to_go_by_but_all_together);
   RUN(copies_move_the_bytes_they_name);
   RUN(tensors_lie_inside_the_leased_rows);
   RUN(a_tensor_says_where_and_what_it_is);
