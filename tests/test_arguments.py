@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from helpers.ids import named
 from helpers.scripts import run
 from helpers.storages import filled, live
 
@@ -32,7 +33,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("name", "call"), CALLS)
-@pytest.mark.parametrize("value", NO_INTEGER, ids=repr)
+@pytest.mark.parametrize("value", NO_INTEGER, ids=named)
 def test_a_bad_integer_is_refused_by_name_and_changes_nothing(name, call, value):
     if "address" in name and value == 2**63:
         pytest.skip("an address")
@@ -53,7 +54,7 @@ def test_rows_outside_the_storage_are_refused(lo, hi):
     assert storage.refcount == 1
 
 
-@pytest.mark.parametrize("timeout", [True, "1", b"", -1, -0.5, float("nan"), 1j, [1], object()], ids=repr)
+@pytest.mark.parametrize("timeout", [True, "1", b"", -1, -0.5, float("nan"), 1j, [1], object()], ids=named)
 def test_a_bad_timeout_is_refused_by_name(timeout):
     storage = Storage(4)
     for call in (storage.read, storage.write, storage.read_host):
@@ -63,14 +64,14 @@ def test_a_bad_timeout_is_refused_by_name(timeout):
 
 
 @pytest.mark.parametrize(
-    "timeout", [None, 0, 0.0, 1e-12, 1, 1.5, 2**70, 10**400, float("inf"), np.float64(1)], ids=repr
+    "timeout", [None, 0, 0.0, 1e-12, 1, 1.5, 2**70, 10**400, float("inf"), np.float64(1)], ids=named
 )
 def test_any_length_of_time_is_a_timeout(timeout):
     with Storage(4).read(timeout=timeout):
         pass
 
 
-@pytest.mark.parametrize("shape", [None, 1.5, True, "4", b"4", object(), {}, [[4]], (None,), ("4",)], ids=repr)
+@pytest.mark.parametrize("shape", [None, 1.5, True, "4", b"4", object(), {}, [[4]], (None,), ("4",)], ids=named)
 def test_what_is_no_shape_is_refused(shape):
     with pytest.raises(errors.LkvError, match="shape"):
         Storage(shape)

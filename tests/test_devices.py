@@ -4,6 +4,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from helpers.ids import named
 
 from lkv.devices import DeviceLocation, available, resolve
 from lkv.errors import ArgumentTypeError, DeviceUnavailableError
@@ -70,7 +71,7 @@ def test_an_unknown_device_is_refused_with_the_known_ones():
 
 
 @pytest.mark.parametrize(
-    "device", [None, 0, True, b"cpu", ("cpu", 0), SimpleNamespace(type="cpu", index=1.0)], ids=repr
+    "device", [None, 0, True, b"cpu", ("cpu", 0), SimpleNamespace(type="cpu", index=1.0)], ids=named
 )
 def test_something_that_names_no_device_is_refused(device):
     with pytest.raises(ArgumentTypeError, match=r"^device: expected"):

@@ -6,6 +6,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.ids import named
 
 from lkv import DType
 from lkv.dtypes import ALL
@@ -91,7 +92,7 @@ def test_usual_spellings_are_understood(spelling, name):
         ml_dtypes.float8_e4m3fnuz,
         [],
     ],
-    ids=repr,
+    ids=named,
 )
 def test_an_unknown_type_is_refused_with_the_argument_and_the_known_names(value):
     with pytest.raises(DTypeMismatchError, match=r"^kind: expected one of float64 \(f64\), .*, bool; got ") as caught:

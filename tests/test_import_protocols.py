@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from helpers.appends import a_cache, append, refuse, rows, same
 from helpers.dlpack import Odd, Producer
+from helpers.ids import named
 
 from lkv import Storage, errors
 
@@ -43,7 +44,7 @@ def test_strides_of_dlpack_count_elements(cache):
 @pytest.mark.parametrize(
     "options",
     [{"code": 4}, {"code": 0}, {"bits": 16}, {"lanes": 2}, {"null": True}, {"major": 2}, {"device": 2}, {"device": 14}],
-    ids=str,
+    ids=named,
 )
 @pytest.mark.parametrize("versioned", [True, False])
 def test_a_capsule_that_does_not_fit_is_refused_and_freed(cache, options, versioned):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers.appends import SLOTS, a_cache, append, refuse, rows, same, state
 from helpers.dlpack import Odd
+from helpers.ids import named
 from helpers.memory import resident
 from helpers.storages import live
 
@@ -157,7 +158,7 @@ def test_the_number_of_slots_is_checked(cache):
 NO_ARRAYS = [None, "text", 4, 1.5, [1.0, 2.0], (1.0,), {1: 2}, object(), Storage, iter(()), True, lkv.SlotSpec]
 
 
-@pytest.mark.parametrize("thing", NO_ARRAYS, ids=repr)
+@pytest.mark.parametrize("thing", NO_ARRAYS, ids=named)
 @pytest.mark.parametrize("slot", [0, 2])
 def test_what_is_no_array_is_refused_by_slot(cache, thing, slot):
     arrays = rows(2)

@@ -5,6 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers.caches import LAYOUTS, SLOT_SETS, fill, layer_rows, pattern, populated, small, snapshot
+from helpers.ids import named
 
 from lkv import LatentKvCache, SlotSpec
 from lkv._storage import host_memory, set_host_limit
@@ -122,7 +123,7 @@ WRONG_TYPES = [
 ]
 
 
-@pytest.mark.parametrize("wrong", WRONG_TYPES, ids=repr)
+@pytest.mark.parametrize("wrong", WRONG_TYPES, ids=named)
 def test_arguments_of_a_wrong_type_are_refused(wrong):
     arguments = dict(n_layers=2, max_seq_len=4, slot_trailing=[(4,)], dtype="f32") | wrong
     for make in (LatentKvCache.with_capacity, LatentKvCache.bytes_required):
@@ -272,7 +273,7 @@ def test_a_negative_number_of_rows_is_refused(unchanged, n):
         cache.truncate_to(n)
 
 
-@pytest.mark.parametrize("wrong", NO_INTEGERS, ids=repr)
+@pytest.mark.parametrize("wrong", NO_INTEGERS, ids=named)
 def test_what_is_no_integer_is_refused_everywhere(unchanged, wrong):
     cache = small()
     fill(cache, 2)

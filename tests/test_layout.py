@@ -3,6 +3,7 @@ import sys
 
 import numpy as np
 import pytest
+from helpers.ids import named
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -138,7 +139,7 @@ def test_slots_come_in_exactly_one_form():
         ({"slot_trailing": "ab"}, ArgumentTypeError),
         ({"slots": [("a", (1,))]}, ArgumentTypeError),
     ],
-    ids=repr,
+    ids=named,
 )
 def test_unusable_slots_are_refused(arguments, error):
     with pytest.raises(error, match="slot"):
@@ -151,7 +152,7 @@ def test_anything_with_an_index_is_an_integer(value):
     assert type(check_count(value, "n")) is int
 
 
-@pytest.mark.parametrize("value", NO_INTEGERS, ids=repr)
+@pytest.mark.parametrize("value", NO_INTEGERS, ids=named)
 def test_bools_floats_and_strings_are_no_integers(value):
     for check in (lambda: check_index(value, 4, "layer"), lambda: check_count(value, "layer")):
         with pytest.raises(ArgumentTypeError, match=r"^layer: expected an integer, got ") as caught:

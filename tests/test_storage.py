@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from helpers.ids import named
 from helpers.memory import resident, resident_of
 from helpers.storages import filled, live, settled
 
@@ -329,7 +330,7 @@ def test_a_write_that_does_not_fit_changes_nothing(data, lo, error):
     assert storage.read_host() == before and storage.version == 1 and not storage.poisoned
 
 
-@pytest.mark.parametrize("data", ["abcd", None, 4, 4.0, [1, 2, 3, 4], memoryview(b"abcdefgh")[::2]], ids=repr)
+@pytest.mark.parametrize("data", ["abcd", None, 4, 4.0, [1, 2, 3, 4], memoryview(b"abcdefgh")[::2]], ids=named)
 def test_what_is_no_run_of_bytes_is_refused_by_name(data):
     storage = Storage((6, 4))
     with pytest.raises(errors.LkvError, match="data"):
