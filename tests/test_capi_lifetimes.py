@@ -208,6 +208,7 @@ print("end")
         assert say(folder, script) == "end\n"
 
 
+@pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")  # by JAX, if a test module imported it
 def test_forking_does_not_disturb_the_parent(consumer):
     storage = Storage((4, 4))
     lease = storage.write()
