@@ -13,6 +13,8 @@
  *   - Outputs come last. A non-NULL object output is a new reference that the caller must release.
  *   - Arguments are borrowed for the time of the call. Objects stay valid as long as the caller holds a reference.
  *   - A NULL argument, or a number out of its domain, is LKV_E_INVALID. Releases accept NULL and cannot fail.
+ *   - A handle must not be used after its last reference was released; a library built with LKV_DEBUG notices and says
+ *     LKV_E_INVALID.
  *   - A struct that is passed in or filled says its size first; members past that size are neither read nor written.
  *   - Thread rule ("any thread"): it may be called from any thread, with or without Python's GIL, several at once, also
  *     on the same object. It does not block and does not take the GIL. Exceptions to both are said: "may wait" is for
@@ -239,7 +241,8 @@ typedef struct lkv_api {
 
   /* Waits at most `timeout` ns (LKV_TRY, LKV_FOREVER) for the right to read or write rows [lo, hi). Requests are
    * granted in order of arrival; those that do not conflict never wait for each other. LKV_E_TIMEOUT; LKV_E_DEADLOCK at
-   * once when waiting for ever for rows that this thread leases itself; LKV_E_POISONED for a read; LKV_E_READ_ONLY for
+   * once when waiting for ever for rows that this thread leases itself, also when it has handed the lease to another
+   * thread to end (wait with a bound then); LKV_E_POISONED for a read; LKV_E_READ_ONLY for
    * a write; LKV_E_FORKED; LKV_E_SHUTDOWN. The caller owns the lease, which holds a reference to the buffer. Any
    * thread; may wait, so do not hold the GIL unless `timeout` is LKV_TRY. */
   lkv_status (*lease_acquire)(lkv_buffer *buffer, lkv_mode mode, int64_t lo, int64_t hi, int64_t timeout,

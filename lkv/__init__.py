@@ -20,6 +20,7 @@ from lkv.cache import KvCache, KvLayer, KvSlot, LatentCache, LatentKvCache, Late
 from lkv.dtypes import DType
 from lkv.ids import AllocId
 from lkv.layout import Layout, SlotSpec
+from lkv.persist import load, save
 
 __all__ = [
     "AllocId",
@@ -39,6 +40,8 @@ __all__ = [
     "bits",
     "errors",
     "get_include",
+    "load",
+    "save",
 ]
 
 

@@ -80,6 +80,11 @@ def alloc_id_next():
     return core_api.alloc_id_next()
 
 
+def c_api_address():
+    """Return the address of the C interface's table, ``lkv_api``, for programs that cannot import a capsule."""
+    return <size_t>&core_api
+
+
 def host_memory():
     """Return what storages take of host memory, as a dict: ``live_bytes``, ``live_buffers``, ``limit``, ``free``."""
     return {"live_bytes": live_bytes(), "live_buffers": live_buffers(), "limit": cpu_limit(), "free": free_bytes()}

@@ -1,4 +1,4 @@
-"""The ``lkv`` command: ``lkv decode`` runs MLA layers over a cache, ``lkv info`` says what is installed."""
+"""The ``lkv`` command: ``decode`` runs MLA layers, ``info`` says what is installed, ``inspect`` looks into a cache."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, TextIO
 
 import lkv
-from lkv import _storage, demo, devices
+from lkv import _storage, demo, devices, inspect
 from lkv.dtypes import ALL
-from lkv.errors import GeometryError
+from lkv.errors import GeometryError, RestoreError
 from lkv.mla.config import PRESETS
 
 __all__ = ["main"]
@@ -76,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="lkv", description="A cache for the decode state of language models.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"lkv {lkv.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{decode,info}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{decode,info,inspect}")
 
     decode = commands.add_parser(
         "decode", help="decode tokens through a latent cache and check them", allow_abbrev=False
@@ -108,6 +108,16 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="versions, devices, element types and build", allow_abbrev=False)
     info.set_defaults(run=_info)
     info.add_argument("--json", action="store_true", help="print one JSON object")
+
+    look = commands.add_parser(
+        "inspect", help="rows, norms, NaN and untouched rows of a saved cache", allow_abbrev=False
+    )
+    look.set_defaults(run=_inspect)
+    source = look.add_mutually_exclusive_group(required=True)
+    source.add_argument("path", nargs="?", metavar="PATH", help="a file that lkv.save made")
+    source.add_argument("--demo", action="store_true", help="a small cache of the tiny preset instead")
+    look.add_argument("--plot", metavar="FILE", help="draw row norms and bytes by layer (extra: plot)")
+    look.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
@@ -222,6 +232,42 @@ def _info_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if name != "abi":
             yield name, str(value) if value not in (None, "") else "none"
     yield "include", report["include"]
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    try:
+        plot = importlib.import_module("lkv.plot") if args.plot is not None else None
+        if plot is not None:
+            plot.require_matplotlib()
+        cache: Any = demo.small_cache() if args.demo else importlib.import_module("lkv.persist").describe(args.path)
+        measured = list(inspect.measure(cache))
+    except (OSError, RestoreError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise demo.UsageError(reason if str(args.path) in reason else f"{args.path}: {reason}") from error
+    except ImportError as error:
+        raise demo.UsageError(f"--plot: {error}") from error
+    rows = [row for row, _ in measured]
+    notes = inspect.findings(rows)
+    if plot is not None:
+        try:
+            plot.save_plot(measured, args.plot, title="demo" if args.demo else args.path)
+        except (OSError, ValueError) as error:
+            raise demo.UsageError(f"--plot: {error}") from error
+    described = {
+        "source": "demo" if args.demo else args.path,
+        "kind": type(cache).__name__ if args.demo else cache.kind,
+        "dtype": str(cache.dtype),
+        "n_layers": cache.n_layers,
+        "rows": cache.cached_len if args.demo else cache.rows,
+        "fingerprint": None if args.demo else cache.fingerprint,
+    }
+    if args.json:
+        print(json.dumps({**described, "slots": [row.as_dict() for row in rows], "findings": notes}))
+        return 0
+    print(_table((name, "none" if value is None else str(value)) for name, value in described.items()))
+    print(f"\n{inspect.table(rows)}")
+    print("\n" + ("\n".join(f"note: {note}" for note in notes) or "no NaN, no untouched rows"))
+    return 0
 
 
 def _version(*distributions: str) -> str | None:

@@ -14,12 +14,13 @@ from lkv import _host
 from lkv.cache import LatentKvCache
 from lkv.dtypes import DType
 from lkv.errors import LkvError
+from lkv.layout import SlotSpec
 from lkv.mla._arrays import Array
-from lkv.mla.config import MLAConfig
+from lkv.mla.config import PRESETS, MLAConfig
 from lkv.mla.layer import Form
 from lkv.mla.stack import MLAStack
 
-__all__ = ["CHECKED_TOKENS", "DecodeOptions", "Progress", "UsageError", "decode", "fitting_layers"]
+__all__ = ["CHECKED_TOKENS", "DecodeOptions", "Progress", "UsageError", "decode", "fitting_layers", "small_cache"]
 
 CHECKED_TOKENS = 8
 _MEMORY_SHARE = 1 / 3
@@ -183,6 +184,23 @@ def decode(options: DecodeOptions, progress: Progress) -> dict[str, Any]:
         "tokens": tokens,
         "check": check,
     }
+
+
+def small_cache(tokens: int = 24, seed: int = 0) -> LatentKvCache:
+    """Run random tokens through the tiny preset; return the bfloat16 cache with their rows."""
+    config, dtype = PRESETS["tiny"], DType.of("bfloat16")
+    latent, key = config.slot_trailing
+    slots = [SlotSpec("c_kv", latent), SlotSpec("k_pe", key, tag="rope:interleaved")]
+    cache = LatentKvCache.with_capacity(config.n_layers, 2 * tokens, dtype=dtype, slots=slots)
+    stack = MLAStack(config, config.n_layers, seed=seed)
+    for _ in stack.build():
+        pass
+    run = _CachedRun(stack, cache, dtype, "absorbed")
+    ids = np.random.default_rng(seed).integers(stack.vocab_size, size=tokens)
+    run.feed(ids[:-4])
+    for token in ids[-4:]:
+        run.feed(np.array([token]))
+    return cache
 
 
 class _CachedRun:

@@ -196,4 +196,22 @@ class RebindRefused(LkvError, RuntimeError):
 
 
 class RestoreError(LkvError, ValueError):
-    """Raised when a saved cache cannot be restored: the file is damaged or belongs to another geometry."""
+    """Raised when a saved cache cannot be restored: the file is damaged or belongs to another geometry.
+
+    Parameters
+    ----------
+    message : str
+        Names the field, what was expected and what was found.
+    field : str, optional
+        What of the file does not fit.
+    expected, actual : object, optional
+        The two sides of the comparison.
+    """
+
+    field: str | None
+
+    def __init__(
+        self, message: str, *, field: str | None = None, expected: object = None, actual: object = None
+    ) -> None:
+        super().__init__(message, expected=expected, actual=actual)
+        self.field = field

@@ -259,7 +259,7 @@ def test_an_unknown_choice_is_refused_by_name(run, flag):
     ("argv", "message"),
     [
         ([], "lkv: error: the following arguments are required"),
-        (["encode"], "lkv: error: argument {decode,info}: invalid choice: 'encode'"),
+        (["encode"], "lkv: error: argument {decode,info,inspect}: invalid choice: 'encode'"),
         (["decode", "--tok", "3"], "lkv: error: unrecognized arguments: --tok 3"),
         (["info", "--quiet"], "lkv: error: unrecognized arguments: --quiet"),
         (["decode", "--prompt"], "lkv decode: error: argument --prompt: expected one argument"),

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import sys
+import tempfile
 
 import numpy as np
 import pytest
@@ -55,6 +56,13 @@ def latent():
         cache.append(layer, NEW)
     cache.advance_by(1)
     return cache
+
+
+def store_and_restore(cache):
+    with tempfile.TemporaryDirectory() as folder:
+        lkv.save(cache, f"{folder}/file", fingerprint=None)
+        cache.restore(f"{folder}/file", fingerprint=None)
+        lkv.load(f"{folder}/file", fingerprint=None)
 
 
 def kv():
@@ -184,6 +192,8 @@ for kind, make in ((LatentKvCache, latent), (KvCache, kv)):
     TABLE |= {
         (kind, "bump_version"): (make, lambda c: c.bump_version(0, 0)),
         (kind, "clear"): (make, lambda c: (c.clear(), c.repopulate())),
+        (kind, "copy_from"): (make, lambda c, make=make: c.copy_from(make())),
+        (kind, "fork"): (make, lambda c: c.fork()),
         (kind, "gather"): (make, lambda c: c.gather(0, [0, 0])),
         (kind, "note_write"): (make, lambda c: c.note_write(0, 1)),
         (kind, "read"): (make, lambda c: c.read(0)[1].numpy()),
@@ -192,6 +202,7 @@ for kind, make in ((LatentKvCache, latent), (KvCache, kv)):
         (kind, "rebind_location"): (make, lambda c: c.rebind_location()),
         (kind, "rebind_slot"): (make, lambda c: c.rebind_slot(0, 0)),
         (kind, "repopulate"): (make, lambda c: c.repopulate()),
+        (kind, "restore"): (make, store_and_restore),
         (kind, "slot_storage"): (make, lambda c: c.slot_storage(1, 1)),
         (kind, "slot_trailing"): (make, lambda c: c.slot_trailing(1)),
         (kind, "slot_version"): (make, lambda c: c.slot_version(1, 1)),

@@ -13,20 +13,29 @@
 namespace lkv {
 namespace {
 
+// These functions return nothing: what they are told of a released handle is in the message.
+template <class Handle>
+bool forgotten(const Handle *handle, const char *what) noexcept {
+  if (!released(handle)) return false;
+  fail(LKV_E_INVALID, "%s: the handle was released before", what);
+  return true;
+}
+
 lkv_status device_sync(lkv_device *device, void *stream) noexcept {
   return device ? device->sync(stream) : fail(LKV_E_INVALID, "device_sync: device is NULL");
 }
 
 void buffer_retain(lkv_buffer *buffer) noexcept {
-  if (buffer) buffer->retain();
+  if (buffer && !forgotten(buffer, "buffer_retain")) buffer->retain();
 }
 
 void buffer_release(lkv_buffer *buffer) noexcept {
-  if (buffer) buffer->release();
+  if (buffer && !forgotten(buffer, "buffer_release")) buffer->release();
 }
 
 lkv_status buffer_info(const lkv_buffer *buffer, lkv_buffer_info *out) noexcept {
   if (!buffer) return fail(LKV_E_INVALID, "buffer_info: buffer is NULL");
+  if (released(buffer)) return fail(LKV_E_INVALID, "buffer_info: the buffer was released");
   if (!out || out->struct_size < offsetof(lkv_buffer_info, device))
     return fail(LKV_E_INVALID, "buffer_info: out is NULL or its struct_size is too small");
   const lkv_buffer_info full{out->struct_size,
@@ -51,30 +60,32 @@ lkv_status buffer_info(const lkv_buffer *buffer, lkv_buffer_info *out) noexcept 
 
 lkv_status buffer_bump_version(lkv_buffer *buffer) noexcept {
   if (!buffer) return fail(LKV_E_INVALID, "buffer_bump_version: buffer is NULL");
+  if (released(buffer)) return fail(LKV_E_INVALID, "buffer_bump_version: the buffer was released");
   buffer->bump_version();
   return LKV_OK;
 }
 
 lkv_status buffer_clear_poison(lkv_buffer *buffer) noexcept {
   if (!buffer) return fail(LKV_E_INVALID, "buffer_clear_poison: buffer is NULL");
+  if (released(buffer)) return fail(LKV_E_INVALID, "buffer_clear_poison: the buffer was released");
   buffer->poisoned.store(false, std::memory_order_release);
   return LKV_OK;
 }
 
 void lease_retain(lkv_lease *lease) noexcept {
-  if (lease) lease->retain();
+  if (lease && !forgotten(lease, "lease_retain")) lease->retain();
 }
 
 void lease_release(lkv_lease *lease) noexcept {
-  if (lease) lease->release();
+  if (lease && !forgotten(lease, "lease_release")) lease->release();
 }
 
 void lease_end(lkv_lease *lease) noexcept {
-  if (lease) lease->end(false);
+  if (lease && !forgotten(lease, "lease_end")) lease->end(false);
 }
 
 void lease_release_poisoned(lkv_lease *lease) noexcept {
-  if (!lease) return;
+  if (!lease || forgotten(lease, "lease_release_poisoned")) return;
   lease->end(true);
   lease->release();
 }

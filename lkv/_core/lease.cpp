@@ -24,6 +24,7 @@ char *leased_data(const lkv_lease *lease) noexcept {
 
 lkv_status check_span(const char *what, const lkv_lease *lease, std::size_t offset, std::size_t pitch,
                       std::size_t width, std::size_t height, bool write) noexcept {
+  if (released(lease)) return fail(LKV_E_INVALID, "%s: the lease was released", what);
   if (!lease || !lease->buffer) return fail(LKV_E_INVALID, "%s: lease is NULL or not of one storage", what);
   if (!lease->active()) return fail(LKV_E_ENDED, "%s: the lease has ended", what);
   if (lease->queue->forked()) return fail(LKV_E_FORKED, "%s: the storage was made before fork()", what);
@@ -99,11 +100,12 @@ void discard(lkv_lease *lease) noexcept {
     lease->buffer->release();
   else
     lease->queue->release_ref();
-  delete lease;
+  dispose_of(lease);
 }
 
 lkv_status check_acquire(const lkv_buffer *buffer, lkv_mode mode, std::int64_t lo, std::int64_t hi) noexcept {
   if (!buffer) return fail(LKV_E_INVALID, "lease_acquire: buffer is NULL");
+  if (released(buffer)) return fail(LKV_E_INVALID, "lease_acquire: the buffer was released");
   if (mode != LKV_READ && mode != LKV_WRITE) return fail(LKV_E_INVALID, "lease_acquire: %d is no mode", mode);
   if (lo < 0 || hi < lo || hi > buffer->rows)
     return fail(LKV_E_INVALID, "rows: [%lld, %lld) is not within [0, %lld)", static_cast<ll>(lo), static_cast<ll>(hi),
@@ -144,6 +146,7 @@ lkv_status acquire(lkv_buffer *buffer, lkv_mode mode, std::int64_t lo, std::int6
 }
 
 lkv_status downgrade(lkv_lease *lease) noexcept {
+  if (released(lease)) return fail(LKV_E_INVALID, "lease_downgrade: the lease was released");
   if (!lease || !lease->buffer) return fail(LKV_E_INVALID, "lease_downgrade: lease is NULL or not of one storage");
   auto right = lkv_lease::Right::writing;
   if (!lease->right.compare_exchange_strong(right, lkv_lease::Right::reading, std::memory_order_acq_rel))

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "lease_queue.hpp"
+#include "released.hpp"
 #include "storage.hpp"
 
 struct lkv_lease {
@@ -19,6 +20,7 @@ struct lkv_lease {
   lkv_device *const device;
   void *stream = nullptr;  // what the lease covers is queued here
   lkv::Request request;
+  lkv::Tagged tagged;
 
   lkv_lease(lkv_mode m, lkv_buffer *b, lkv_device *d, lkv::LeaseQueue *q, lkv::Request &&r) noexcept
       : right(m == LKV_WRITE ? Right::writing : Right::reading), mode(m), buffer(b), queue(q),

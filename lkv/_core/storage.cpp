@@ -37,6 +37,7 @@ lkv_status describe(const char *what, const lkv_buffer_desc *desc, lkv_buffer **
   if (full->row_bytes % dtype->itemsize)
     return fail(LKV_E_INVALID, "%s: a row of %lld bytes is no whole number of %d-byte elements", what,
                 static_cast<long long>(full->row_bytes), dtype->itemsize);
+  if (released(full->queue_of)) return fail(LKV_E_INVALID, "%s: queue_of was released", what);
   if (full->queue_of && full->queue_of->rows != full->rows)
     return fail(LKV_E_INVALID, "%s: queue_of has %lld rows, expected %lld", what,
                 static_cast<long long>(full->queue_of->rows), static_cast<long long>(full->rows));
@@ -90,7 +91,7 @@ void dispose(lkv_buffer *buffer) noexcept {
   }
   buffer->queue.load(std::memory_order_acquire)->release_ref();
   live.fetch_sub(1, std::memory_order_relaxed);
-  delete buffer;
+  dispose_of(buffer);
 }
 
 }  // namespace
@@ -137,6 +138,7 @@ lkv_status wrap(const lkv_buffer_desc *desc, void *data, void (*deleter)(void *)
 
 lkv_status claim(lkv_buffer *buffer, std::int64_t expected, std::int64_t claimed) noexcept {
   if (!buffer) return fail(LKV_E_INVALID, "buffer_claim: buffer is NULL");
+  if (released(buffer)) return fail(LKV_E_INVALID, "buffer_claim: the buffer was released");
   if (expected < 0 || claimed < expected || claimed > buffer->rows)
     return fail(LKV_E_INVALID, "buffer_claim: from %lld to %lld of %lld rows", static_cast<long long>(expected),
                 static_cast<long long>(claimed), static_cast<long long>(buffer->rows));
@@ -169,6 +171,7 @@ lkv_status clear_ordered(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi) n
 
 lkv_status release_rows(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi) noexcept {
   if (!buffer) return fail(LKV_E_INVALID, "buffer_release_rows: buffer is NULL");
+  if (released(buffer)) return fail(LKV_E_INVALID, "buffer_release_rows: the buffer was released");
   if (lo < 0 || hi < lo || hi > buffer->rows)
     return fail(LKV_E_INVALID, "buffer_release_rows: [%lld, %lld) is not within [0, %lld)", static_cast<long long>(lo),
                 static_cast<long long>(hi), static_cast<long long>(buffer->rows));

@@ -8,6 +8,7 @@
 #include "dtype.hpp"
 #include "lease_queue.hpp"
 #include "lkv.h"
+#include "released.hpp"
 
 struct lkv_buffer {
   std::atomic<std::uint32_t> refs{1};
@@ -31,6 +32,7 @@ struct lkv_buffer {
   void (*deleter)(void *context) = nullptr;
   void *context = nullptr;
   bool foreign = false;
+  lkv::Tagged tagged;
   void *stream = nullptr;  // where the memory was made, and is given back
   struct Retired {
     lkv::LeaseQueue *queue;

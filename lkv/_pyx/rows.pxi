@@ -61,6 +61,9 @@ cdef class LayerRows:
     def __exit__(self, kind, value, traceback):
         self.release()
 
+    def __reduce__(self):
+        raise TypeError(f"a {type(self).__name__} cannot be pickled or copied")
+
     def __repr__(self):
         state = "" if self.active else ", ended"
         return f"LayerRows(layer {self.layer}, rows [{self.lo}, {self.hi}), {len(self)} slots{state})"

@@ -24,13 +24,19 @@ cdef inline object borrow_all(SlotTable cache, tuple slots, ArrayRef *refs, str 
     return kept
 
 
+cdef str first_line(object error):
+    """What an error says, without the backtrace that some libraries add."""
+    return str(error).partition("\n")[0]
+
+
 cdef int raise_borrow(SlotTable cache, Py_ssize_t slot, str what, object error) except -1:
     where = f"{what}: slot {slot} ({cache.slots[slot].name})"
     if isinstance(error, MemoryError):
         raise error
     if isinstance(error, errors.LkvError):
         raise type(error)(f"{where}: {error}", expected=error.expected, actual=error.actual) from None
-    raise errors.ArgumentTypeError(f"{where}: its own library refuses to export it: {type(error).__name__}: {error}",
+    raise errors.ArgumentTypeError(f"{where}: its own library refuses to export it: {type(error).__name__}: "
+                                   f"{first_line(error)}",
                                    actual=error) from error
 
 

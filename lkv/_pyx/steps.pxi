@@ -56,7 +56,7 @@ cdef class Step:
         return self.open()
 
     def append(self, layer, slots, *, copy=False):
-        """Write this step's rows of one layer: one array ``[n, *slot_trailing[s]]`` per slot.
+        """Write this step's rows of one layer: one array per slot.
 
         As `SlotTable.append`, but locks nothing, and takes exactly `n` rows. Threads may append different layers.
         """
@@ -105,7 +105,7 @@ cdef class Step:
     def reserve(self, layer):
         """Return the step's new rows of a layer, writable, for runtimes that compute straight into the cache.
 
-        Say `note_write` when they are filled.
+        They hold whatever was there before: a rewind clears nothing. Say `note_write` when all of them are filled.
         """
         self.usable()
         cdef int64_t index = self.cache.layer_index(layer)
@@ -166,6 +166,9 @@ cdef class Step:
             self.abandon()
         elif self.active:
             self.commit()
+
+    def __reduce__(self):
+        raise TypeError(f"a {type(self).__name__} cannot be pickled or copied")
 
     def __repr__(self):
         state = "open" if self.active else "ended"

@@ -320,6 +320,9 @@ cdef class Storage:
             status = release_rows(self.buffer, first, last)
         check(status, "release_rows")
 
+    def __reduce__(self):
+        raise TypeError(f"a {type(self).__name__} cannot be pickled or copied")
+
     def __eq__(self, other):
         return isinstance(other, Storage) and self.buffer == (<Storage>other).buffer
 

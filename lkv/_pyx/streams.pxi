@@ -189,6 +189,13 @@ cdef View borrowed_view(const ArrayRef *ref, object owner):
     return view
 
 
+def as_view(array):
+    """Return a read-only view over an array's own memory, whatever its library; nothing is copied."""
+    cdef ArrayRef ref
+    kept = borrow(array, &ref)
+    return borrowed_view(&ref, (array, kept))
+
+
 cdef dict export_options(object array):
     """What `__dlpack__` of a CUDA array must know: the stream that will read it."""
     cdef lkv_device *device = NULL

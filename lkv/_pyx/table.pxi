@@ -78,8 +78,9 @@ cdef class SlotTable:
         layer : int
             The layer.
         slots : list or tuple of array
-            One array per slot, ``[n, *slot_trailing[s]]`` of the cache's dtype: NumPy, PyTorch, or anything with
-            DLPack or the buffer protocol. All are checked before any is written; they may be reused at once.
+            One array per slot, ``[n, *slot_trailing[s]]`` (of a `KvCache`: ``[1, n_kv_heads, n, head_dim]``), of the
+            cache's dtype: NumPy, PyTorch, or anything with DLPack or the buffer protocol. All are checked before any
+            is written; they may be reused at once.
         copy : bool
             Take arrays of another device too, by way of a copy beside the cache. Host arrays always go in.
 
@@ -133,10 +134,34 @@ cdef class SlotTable:
             raise_fault(self, "append", fault, slots, rows)
         return check(status, "append")
 
-    def note_write(self, layer, n):
-        """Say that rows ``[cached_len, cached_len + n)`` of a layer have been filled by other means than `append`."""
+    def __reduce__(self):
+        raise TypeError(f"a {type(self).__name__} cannot be pickled or copied")
+
+    def note_write(self, layer, n, timeout=None):
+        """Say that rows ``[cached_len, cached_len + n)`` of a layer have been filled by other means than `append`.
+
+        Parameters
+        ----------
+        layer : int
+            The layer.
+        n : int
+            Rows that are filled.
+        timeout : float, optional
+            Seconds to wait for a step of another thread; 0 tries, None waits for ever.
+
+        Raises
+        ------
+        CapacityError
+            If there are not as many rows.
+        UnpopulatedLayerError
+            If the layer holds no storage.
+        StepInProgressError
+            Inside a step of the same thread, or with ``timeout=0`` if another thread's is open.
+        LeaseTimeoutError
+            If that step was not over in time.
+        """
         cdef int64_t index = self.layer_index(layer), count = as_index(n, "n")
-        with take_turn(self, exclusive_of, 0, -1, "note_write"):
+        with take_turn(self, exclusive_of, 0, as_timeout(timeout), "note_write"):
             self.note(index, self.table.queue.length(), count)
 
     cdef int note(self, int64_t layer, int64_t start, int64_t count) except -1:
@@ -155,8 +180,15 @@ cdef class SlotTable:
                                        expected=self.table.capacity, actual=start + count)
         return 0
 
-    def advance_by(self, n):
+    def advance_by(self, n, timeout=None):
         """Publish `n` rows that every populated layer has been given by `append` or `note_write`.
+
+        Parameters
+        ----------
+        n : int
+            Rows to publish.
+        timeout : float, optional
+            Seconds to wait for a step of another thread; 0 tries, None waits for ever.
 
         Returns
         -------
@@ -167,10 +199,14 @@ cdef class SlotTable:
         ------
         IncompleteStepError
             If a populated layer has not been written that far. Nothing is published.
+        StepInProgressError
+            Inside a step of the same thread, or with ``timeout=0`` if another thread's is open.
+        LeaseTimeoutError
+            If that step was not over in time.
         """
         cdef int64_t count = as_index(n, "n"), length
         self.held()
-        with take_turn(self, exclusive_of, 0, -1, "advance_by"):
+        with take_turn(self, exclusive_of, 0, as_timeout(timeout), "advance_by"):
             length = self.table.queue.length()
             self.check_room("advance_by", length, count)
             self.check_complete("advance_by", length + count)
@@ -185,10 +221,15 @@ cdef class SlotTable:
                                              expected=length, actual=self.table.written(layer))
         return 0
 
-    def truncate_to(self, new_len):
+    def truncate_to(self, new_len, timeout=None):
         """Rewind to `new_len` published rows; nothing is copied, freed or re-identified, and nothing ever grows.
 
-        Waits for a step of another thread.
+        Parameters
+        ----------
+        new_len : int
+            Rows to keep.
+        timeout : float, optional
+            Seconds to wait for a step of another thread; 0 tries, None waits for ever.
 
         Returns
         -------
@@ -198,13 +239,15 @@ cdef class SlotTable:
         Raises
         ------
         StepInProgressError
-            Inside a step of the same thread.
+            Inside a step of the same thread, or with ``timeout=0`` if another thread's is open.
+        LeaseTimeoutError
+            If that step was not over in time.
         """
         new_len = layout.as_int(new_len, "new_len")
         if new_len < 0:
             raise errors.GeometryError(f"new_len: expected at least 0, got {new_len}", actual=new_len)
         self.held()
-        with take_turn(self, exclusive_of, 0, -1, "truncate_to"):
+        with take_turn(self, exclusive_of, 0, as_timeout(timeout), "truncate_to"):
             if new_len < self.table.queue.length():
                 self.table.queue.publish(new_len)
                 self.table.forget_unpublished(new_len)
@@ -348,6 +391,7 @@ cdef class SlotTable:
     def _replaced(self, rows):
         """Publish rows ``[0, rows)`` of all layers, which a turn has just written. Needs that turn."""
         cdef int64_t layer, count = rows
+        self.held()
         self.check_room("rows", 0, count)
         for layer in range(self.table.n_layers):
             if count and self.table.populated(layer):

@@ -243,6 +243,9 @@ cdef class View:
             legacy.deleter(legacy)
             raise
 
+    def __reduce__(self):
+        raise TypeError(f"a {type(self).__name__} cannot be pickled or copied")
+
     def __repr__(self):
         if self.buffer == NULL:
             return f"<{type(self).__name__} without memory>"

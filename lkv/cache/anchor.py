@@ -13,7 +13,7 @@ from lkv._storage import Storage, View
 from lkv.devices import DeviceLocation, resolve
 from lkv.errors import ArgumentTypeError
 
-__all__ = ["ArrayKind", "anchored"]
+__all__ = ["ArrayKind", "anchored", "is_jax"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,13 @@ def _is_cupy(value: object) -> bool:
     return cupy is not None and isinstance(value, cupy.ndarray)
 
 
+def is_jax(value: object) -> bool:
+    """Whether an object is a ``jax.Array``, traced or not; does not import JAX."""
+    jax = sys.modules.get("jax")
+    array = getattr(jax, "Array", None)  # missing while another thread is importing it
+    return array is not None and isinstance(value, array)
+
+
 _KINDS = (
     ArrayKind("numpy", lambda value: isinstance(value, np.ndarray), lambda anchor: "cpu", View.numpy),
     ArrayKind("lkv", lambda value: isinstance(value, (View, Storage)), lambda anchor: anchor.device, lambda view: view),
@@ -70,8 +77,8 @@ def anchored(anchor: object) -> tuple[ArrayKind, DeviceLocation]:
         if kind.accepts(anchor):
             return kind, resolve(kind.device(anchor))
     raise ArgumentTypeError(
-        "anchor: expected a numpy.ndarray, a torch.Tensor, or a View, Lease or Storage of lkv, or a cupy.ndarray; "
-        f"got {type(anchor).__name__}",
+        "anchor: expected a numpy.ndarray, a torch.Tensor, or a View, Lease or Storage of lkv, or a cupy.ndarray, "
+        f"or for a LatentCache a jax.Array; got {type(anchor).__name__}",
         expected=tuple(kind.name for kind in _KINDS),
         actual=anchor,
     )

@@ -61,7 +61,9 @@ class KvCache(PersistentCache):
     ``[1, n_kv_heads, n, head_dim]``, as are the views read.
     """
 
+    _kind = "KvCache"
     _row_axis = 2
+    _arrangement = "heads"
     _heads: int
     _head_dim: int
 

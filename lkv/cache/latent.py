@@ -8,7 +8,7 @@ from threading import RLock
 from typing import Any, Self, SupportsIndex
 
 from lkv._storage import LayerBuffers
-from lkv.cache.anchor import ArrayKind, anchored
+from lkv.cache.anchor import ArrayKind, anchored, is_jax
 from lkv.cache.branch import BranchLayer
 from lkv.cache.persistent import human_bytes
 from lkv.devices import DeviceLocation
@@ -16,11 +16,13 @@ from lkv.dtypes import DType
 from lkv.errors import CapacityError, ConsumedError
 from lkv.layout import SlotSpec, check_count, check_index, slot_specs
 
-__all__ = ["LatentCache"]
+__all__ = ["Geometry", "LatentCache"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Geometry:
+class Geometry:
+    """What all branches of a functional cache have in common."""
+
     kind: ArrayKind
     location: DeviceLocation
     n_layers: int
@@ -34,8 +36,8 @@ class LatentCache:
 
     Parameters
     ----------
-    anchor : numpy.ndarray, torch.Tensor, View, Lease or Storage
-        Says where to allocate and what to hand back: NumPy arrays, PyTorch tensors or views. Its content is not used.
+    anchor : numpy.ndarray, torch.Tensor, cupy.ndarray, jax.Array, View, Lease or Storage
+        Says where to allocate and what to hand back: arrays of the same library, or views. Its content is not used.
     n_layers : int
         Layers of the model.
     max_seq_len : int
@@ -68,6 +70,9 @@ class LatentCache:
     Arrays that are handed out keep their memory and share it with the branch they came from: rows that this branch, and
     only this one, writes later show up in them. They are for reading; where a library has read-only arrays, they are.
 
+    With a ``jax.Array`` the cache is a pytree and appends by functional update, also inside ``jit`` and ``lax.scan``:
+    see `lkv.cache.latent_jax.JaxLatentCache`, which is what this class then makes.
+
     Branches may be used from different threads at once, and so may one handle, one call after the other.
 
     Examples
@@ -80,12 +85,20 @@ class LatentCache:
 
     __slots__ = ("__weakref__", "_geometry", "_keeps_tails", "_layers", "_lock", "_position", "_shared")
 
-    _geometry: _Geometry
+    _geometry: Geometry
     _position: int
     _layers: list[BranchLayer] | None  # None: consumed
     _shared: bool  # other branches have this list too: it must not be changed, and its rows are frozen
     _keeps_tails: bool  # of the branches that have it, this is the one to which rows claimed ahead belong
     _lock: RLock
+
+    def __new__(cls, anchor: Any = None, *args: Any, **more: Any) -> LatentCache:
+        """Make an object of the class that suits the anchor."""
+        if cls is LatentCache and is_jax(anchor):
+            from lkv.cache.latent_jax import JaxLatentCache
+
+            return object.__new__(JaxLatentCache)
+        return object.__new__(cls)
 
     def __init__(
         self,
@@ -99,7 +112,7 @@ class LatentCache:
     ) -> None:
         count, capacity = check_count(n_layers, "n_layers", 1), check_count(max_seq_len, "max_seq_len", 1)
         specs, element = slot_specs(slot_trailing, slots), DType.of(dtype)
-        self._geometry = _Geometry(*anchored(anchor), count, capacity, specs, element)
+        self._geometry = Geometry(*anchored(anchor), count, capacity, specs, element)
         where = self._geometry.location
         layers = [BranchLayer(LayerBuffers(capacity, specs, element, where)) for _ in range(count)]
         self._start(layers, 0, shared=False, keeps_tails=True)

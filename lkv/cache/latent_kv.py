@@ -30,6 +30,7 @@ class LatentKvCache(PersistentCache):
     1
     """
 
+    _kind = "LatentKvCache"
     _packed: bool
     _huge_pages: bool
 
@@ -115,6 +116,10 @@ class LatentKvCache(PersistentCache):
     def layout(self) -> str:
         """``"separate"`` or ``"packed"``."""
         return "packed" if self._packed else "separate"
+
+    @property
+    def _arrangement(self) -> str:
+        return self.layout
 
     def pages(self, page_size: int) -> tuple[tuple[View, ...] | None, ...]:
         """Return the buffers as ``[n_pages, page_size, ...]`` for kernels that take a block table.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Self, SupportsIndex
 
+from lkv.cache.anchor import is_jax
 from lkv.cache.latent import LatentCache
 from lkv.devices import DeviceLocation
 from lkv.dtypes import DType
+from lkv.errors import ArgumentTypeError
 from lkv.layout import SlotSpec, check_count
 
 __all__ = ["LazyKvCache"]
@@ -52,6 +54,10 @@ class LazyKvCache:
         head_dim: SupportsIndex,
         dtype: Any = "bfloat16",
     ) -> None:
+        if is_jax(anchor):
+            raise ArgumentTypeError(
+                "anchor: LazyKvCache takes no jax.Array; use LatentCache with two slots", actual=anchor
+            )
         row = (check_count(n_kv_heads, "n_kv_heads", 1), check_count(head_dim, "head_dim", 1))
         slots = (SlotSpec("k", row), SlotSpec("v", row))
         self._cache = LatentCache(anchor, n_layers, max_seq_len, dtype=dtype, slots=slots)

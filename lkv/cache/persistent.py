@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import RLock
-from typing import Any, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from lkv._storage import SlotTable, Storage, View, gather_rows, rows_beside
+from lkv._storage import LayerRows, SlotTable, Storage, View, gather_rows, rows_beside
+from lkv.cache.html import cache_html
 from lkv.cache.slots import LatentSlot, Layers
 from lkv.devices import DeviceLocation, resolve
-from lkv.errors import ArgumentTypeError, GeometryError, LayerIndexError
+from lkv.dtypes import DType
+from lkv.errors import (
+    ArgumentTypeError,
+    CapacityError,
+    DTypeMismatchError,
+    GeometryError,
+    LayerIndexError,
+    UnpopulatedLayerError,
+)
 from lkv.ids import AllocId
-from lkv.layout import Layout, check_index
+from lkv.layout import Layout, check_count, check_index
 
 __all__ = ["PersistentCache", "human_bytes", "layer_set"]
 
 # Storage, and in bytes: the offset of a slot inside it, the stride of outer dims, the stride of rows.
 Place = tuple[Storage, int, int, int]
+
+
+class Committed(NamedTuple):
+    """What is leased of a cache: all of one allocation and of one moment."""
+
+    rows: int
+    layers: dict[int, LayerRows]
+    dtype: DType
+    max_seq_len: int
 
 
 class PersistentCache(SlotTable):
@@ -28,6 +47,7 @@ class PersistentCache(SlotTable):
     Made by the class methods of `LatentKvCache` and `KvCache`. Safe to share between threads.
     """
 
+    _kind: ClassVar[str]  # in saved files
     _alloc_id: AllocId
     _location: DeviceLocation | None  # as far as it can be proven
     _home: DeviceLocation | None  # where repopulate() allocates
@@ -45,6 +65,11 @@ class PersistentCache(SlotTable):
 
     def _new_layer(self) -> list[Place]:
         """Allocate the storages of one layer: a place for each slot. Nothing is published yet."""
+        raise NotImplementedError
+
+    @property
+    def _arrangement(self) -> str:
+        """How slots lie in memory, as saved files call it."""
         raise NotImplementedError
 
     def _layout(self, slot: int) -> Layout:
@@ -172,19 +197,194 @@ class PersistentCache(SlotTable):
             If the device cannot be used; says why.
         """
         location = resolve(device)
-        populated = [layer for layer in range(self.n_layers) if self._populated(layer)]
-        made = self._like(location, populated)
-        if not populated:
-            return made
-        with self.read(populated[0], timeout) as held:
-            if held.hi == 0:
-                return made
-            with made.step(held.hi) as step:
-                for layer in populated:
-                    for target, source in zip(step.reserve(layer), rows_beside(self, held, layer), strict=True):
-                        target.copy_from(source)
-                    step.note_write(layer)
+        if not self._populated_layers():
+            return self._like(location, ())
+        with self._committed("to", None, timeout) as held:
+            made = self._like(location, tuple(held.layers))
+            with made._turn(held.rows, "to") as turn:
+                made._overwrite(turn, held.rows, held.layers.__getitem__)
         return made
+
+    def fork(self, timeout: float | None = None) -> Self:
+        """Return a new cache that holds the committed rows too, where this one is; the two go their own ways.
+
+        The rows are copied: they share nothing that either may write. As `to`, in errors too.
+        """
+        storages = self._storages()
+        return self.to(storages[0].device if storages else self._home or "cpu", timeout)
+
+    def copy_from(self, other: PersistentCache, rows: int | None = None, timeout: float | None = None) -> int:
+        """Replace what is cached by the first rows of another cache, on whatever device; ids stay.
+
+        Readers see the old rows or the new ones. The cost goes by the rows copied.
+
+        Parameters
+        ----------
+        other : LatentKvCache or KvCache
+            Of the same kind, number of layers, element type and slots, names and tags included; capacity and layout
+            may differ. Every populated layer of this cache must be populated there.
+        rows : int, optional
+            How many; by default all that it has committed.
+        timeout : float, optional
+            Seconds to wait for its rows, and for readers of this cache.
+
+        Returns
+        -------
+        int
+            The new `cached_len`.
+
+        Raises
+        ------
+        GeometryError
+            If kind, layers or slots differ, or fewer than `rows` rows are committed there.
+        DTypeMismatchError
+            If the element type differs.
+        UnpopulatedLayerError
+            If the other cache lacks a layer, or this one has none.
+        CapacityError
+            If the rows do not fit.
+        LeaseTimeoutError, WouldDeadlockError, StepInProgressError
+            If the rows of this cache are in use: for too long, by this thread, by a step of this thread.
+        """
+        if not isinstance(other, PersistentCache):
+            raise ArgumentTypeError(f"other: expected a cache, got {type(other).__name__}", actual=other)
+        if other is self:
+            count = self.cached_len if rows is None else check_count(rows, "rows")
+            self._check_committed("copy_from", count, self.cached_len)
+            return self.truncate_to(count)
+        with ExitStack() as stack:
+            turn = None
+            # In one order for all pairs of caches, so that two threads that copy to and fro do not wait for each other.
+            if id(self) < id(other):
+                most = self.max_seq_len if rows is None else check_count(rows, "rows")
+                turn = stack.enter_context(self._turn(most, "copy_from", timeout))
+            held = stack.enter_context(other._committed("copy_from", rows, timeout))
+            if turn is None:
+                turn = stack.enter_context(self._turn(held.rows, "copy_from", timeout))
+            self._check_source(other, held)
+            self._overwrite(turn, held.rows, held.layers.__getitem__)
+        return held.rows
+
+    def restore(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        fingerprint: str | None,
+        timeout: float | None = None,
+        progress: bool | Callable[[int, int], object] | None = None,
+    ) -> int:
+        """Replace what is cached by the rows of a file that `lkv.save` wrote; ids stay.
+
+        The file is checked from end to end before anything is changed, while readers and steps go on. Then the cache
+        is written by a turn of its own: readers see the old rows or the new ones.
+
+        Parameters
+        ----------
+        path : path
+            The file. Every populated layer of this cache must be in it; more may be. Capacity, layout and device may
+            differ from those of the cache that was saved.
+        fingerprint : str or None
+            What `lkv.save` was given.
+        timeout : float, optional
+            Seconds to wait for readers and for a step of another thread.
+        progress : bool or callable, optional
+            As for `lkv.load`.
+
+        Returns
+        -------
+        int
+            The new `cached_len`.
+
+        Raises
+        ------
+        RestoreError
+            If the file is damaged or does not fit: names the field, what was expected and what was found. Rows, length
+            and versions are as before, as with all errors but `DeviceError`.
+        OSError
+            If the file cannot be read.
+        LeaseTimeoutError, WouldDeadlockError, StepInProgressError
+            If the rows are in use: for too long, by this thread, by a step of this thread.
+        DeviceError
+            If a device fails while it is written. Nothing is cached then.
+        """
+        from lkv.persist import restore
+
+        return restore(self, path, fingerprint=fingerprint, timeout=timeout, progress=progress)
+
+    @contextmanager
+    def _committed(self, what: str, rows: int | None, timeout: float | None) -> Iterator[Committed]:
+        """Lease the published rows and give out the first `rows` of every populated layer, all of one allocation."""
+        while True:
+            alloc_id, populated = self._alloc_id, self._populated_layers()
+            if not populated:
+                raise UnpopulatedLayerError(f"{what}: no layer of {self!r} holds storage")
+            try:
+                held = self.read(populated[0], timeout)
+            except UnpopulatedLayerError:
+                continue  # dropped since
+            with held:
+                count = held.hi if rows is None else check_count(rows, "rows")
+                self._check_committed(what, count, held.hi)
+                with self._changing:
+                    if self._alloc_id != alloc_id:
+                        continue
+                    layers = {layer: rows_beside(self, held, layer, count) for layer in populated}
+                    committed = Committed(count, layers, self.dtype, self.max_seq_len)
+                yield committed
+                return
+
+    def _check_committed(self, what: str, rows: int, committed: int) -> None:
+        if rows > committed:
+            raise GeometryError(
+                f"{what}: rows: expected at most {committed}, those committed, got {rows}",
+                expected=committed,
+                actual=rows,
+            )
+
+    def _check_source(self, other: PersistentCache, held: Committed) -> None:
+        for name, own, its in (
+            ("kind", self._kind, other._kind),
+            ("n_layers", self.n_layers, other.n_layers),
+            ("slots", self.slots, other.slots),
+        ):
+            if own != its:
+                raise GeometryError(f"copy_from: {name}: expected {own}, got {its}", expected=own, actual=its)
+        if self.dtype is not held.dtype:
+            raise DTypeMismatchError(
+                f"copy_from: expected {self.dtype}, got {held.dtype}; lkv never casts",
+                expected=self.dtype,
+                actual=held.dtype,
+            )
+        own_layers = self._populated_layers()
+        missing = [layer for layer in own_layers if layer not in held.layers]
+        if missing or not own_layers:
+            who = f"layers {missing} of the other cache hold no" if missing else "no layer of this cache holds"
+            raise UnpopulatedLayerError(f"copy_from: {who} storage", actual=missing)
+        if held.rows > self.max_seq_len:
+            raise CapacityError(
+                f"copy_from: {held.rows} rows do not fit max_seq_len {self.max_seq_len}",
+                expected=self.max_seq_len,
+                actual=held.rows,
+            )
+
+    def _overwrite(self, turn: object, rows: int, source: Callable[[int], Iterable[View]]) -> None:
+        """Make rows ``[0, rows)`` of every layer those of `source`, by a turn at them, and publish just these.
+
+        Nothing is cached if that fails on the way.
+        """
+        try:
+            for layer in self._populated_layers() if rows else ():
+                for target, view in zip(self._writable(turn, layer, rows), source(layer), strict=True):
+                    target.copy_from(view)
+        except BaseException:
+            self._rewind(False)
+            raise
+        self._replaced(rows)
+        for storage in self._storages() if rows else ():
+            storage.clear_poison()
+
+    def _populated_layers(self) -> tuple[int, ...]:
+        return tuple(layer for layer in range(self.n_layers) if self._populated(layer))
 
     def _like(self, location: DeviceLocation, populate: Sequence[int]) -> Self:
         """Make an empty cache of the same geometry elsewhere."""
@@ -261,6 +461,9 @@ class PersistentCache(SlotTable):
             )
             or None
         )
+
+    def _repr_html_(self) -> str:
+        return cache_html(self)
 
     def __repr__(self) -> str:
         populated = sum(self._populated(layer) for layer in range(self.n_layers))

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from lkv._storage import View, as_view
 from lkv.dtypes import ALL
 from lkv.errors import DTypeMismatchError, ShapeMismatchError
 
@@ -16,7 +17,10 @@ FLOATS = tuple(dtype.name for dtype in ALL if "float" in dtype.name)
 
 
 def floating(name: str, value: ArrayLike) -> Array:
-    array = np.asarray(value)
+    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
+        array = np.asarray(value)
+    else:  # NumPy itself takes no bfloat16 from PyTorch and JAX
+        array = value.numpy() if isinstance(value, View) else as_view(value).numpy()
     if array.dtype.name not in FLOATS:
         raise DTypeMismatchError(
             f"{name}: expected one of {', '.join(FLOATS)}, got {array.dtype}", expected=FLOATS, actual=array.dtype

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Tests of the core without Python: run.sh [plain|thread|address|valgrind|coverage|mutants|all]..., or run.sh bench.
+# Tests of the core without Python: run.sh [plain|debug|thread|address|valgrind|coverage|mutants|all]...,
+# or run.sh bench.
 # CXX names the compiler, LKV_TEST_PERCENT scales the iteration counts. Nothing is written into the checkout.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -37,6 +38,12 @@ plain() {
     run plain 100
     [ -n "${CXX:-}" ] || ! command -v clang++ >/dev/null ||
         printf '%s\n' "$core"/*.cpp ./*.cpp | xargs -P "$jobs" -n 1 clang++ "${common[@]}" -fsyntax-only
+}
+
+debug() {
+    local programs=(test_released test_queue test_api test_slots)
+    build debug -O1 -DLKV_DEBUG -fsanitize=address,undefined -fno-sanitize-recover=all
+    run debug 10
 }
 
 thread() {
@@ -83,13 +90,13 @@ bench() {
 
 mutants() { ./mutants.sh; }
 
-all() { for mode in plain thread address valgrind coverage mutants; do step "$mode"; done; }
+all() { for mode in plain debug thread address valgrind coverage mutants; do step "$mode"; done; }
 
 step() {
     case $1 in
-    plain | thread | address | valgrind | coverage | mutants) echo "== $1 (${SECONDS}s)" && "$1" ;;
+    plain | debug | thread | address | valgrind | coverage | mutants) echo "== $1 (${SECONDS}s)" && "$1" ;;
     all) all ;;
-    *) sed -n 2,3p run.sh && exit 2 ;;
+    *) sed -n 2,4p run.sh && exit 2 ;;
     esac
 }
 
