@@ -7,7 +7,7 @@ from pathlib import Path
 from lkv import errors
 
 try:
-    from lkv._storage import Lease, Storage, bits
+    from lkv._storage import LayerRows, Lease, Step, Storage, View, bits, c_api_address
 except ModuleNotFoundError as error:
     if error.name != "lkv._storage":
         raise
@@ -31,13 +31,17 @@ __all__ = [
     "LatentCache",
     "LatentKvCache",
     "LatentSlot",
+    "LayerRows",
     "Layout",
     "LazyKvCache",
     "Lease",
     "SlotSpec",
+    "Step",
     "Storage",
+    "View",
     "__version__",
     "bits",
+    "c_api_address",
     "errors",
     "get_include",
     "load",

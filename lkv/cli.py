@@ -95,11 +95,22 @@ def _parser() -> argparse.ArgumentParser:
     decode.add_argument(
         "--chunk", type=_positive, default=128, metavar="N", help="prompt tokens per step (default: 128)"
     )
-    decode.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the cache")
-    decode.add_argument("--device", choices=["cpu"], default="cpu", help="of the cache; attention runs in NumPy")
-    decode.add_argument("--layout", choices=["separate", "packed"], default="separate", help="of the cache")
+    decode.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float16", "float32"],
+        default="bfloat16",
+        help="of the cache (default: bfloat16)",
+    )
+    decode.add_argument(
+        "--device", choices=["cpu"], default="cpu", help="of the cache; attention runs in NumPy (default: cpu)"
+    )
+    decode.add_argument(
+        "--layout", choices=["separate", "packed"], default="separate", help="of the cache (default: separate)"
+    )
     decode.add_argument("--max-seq-len", type=_positive, metavar="N", help="capacity in rows (default: 4096 or more)")
-    decode.add_argument("--form", choices=["absorbed", "expanded"], default="absorbed", help="of the attention")
+    decode.add_argument(
+        "--form", choices=["absorbed", "expanded"], default="absorbed", help="of the attention (default: absorbed)"
+    )
     decode.add_argument("--seed", type=_count, default=0, metavar="N", help="of weights and prompt (default: 0)")
     decode.add_argument("--no-check", action="store_true", help="skip the comparison with a run without a cache")
     decode.add_argument("--json", action="store_true", help="print one JSON object")

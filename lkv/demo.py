@@ -305,9 +305,11 @@ def fitting_layers(options: DecodeOptions) -> int:
     if n_layers is None:
         n_layers = min(config.n_layers, max(1, int((free * _MEMORY_SHARE - needed(0)) // per_layer)))
     if needed(n_layers) > free * _MEMORY_LIMIT:
+        fit = max(0, int((free * _MEMORY_LIMIT - needed(0)) // per_layer))
+        most = f"at most {fit} fit" if fit else "none fits"
         raise UsageError(
-            f"--layers: {n_layers} layers need {needed(n_layers) / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
-            f"at most {max(0, int((free * _MEMORY_LIMIT - needed(0)) // per_layer))} fit"
+            f"{'--layers' if fit else 'geometry'}: {n_layers} {'layer needs' if n_layers == 1 else 'layers need'} "
+            f"{needed(n_layers) / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; {most}"
         )
     return n_layers
 

@@ -67,7 +67,9 @@ def table_address():
     """The documented way from Python to the table, for those who do not speak Python's C interface."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    return pointer(lkv._storage._C_API, b"lkv._storage._C_API")
+    address = pointer(lkv._storage._C_API, b"lkv._storage._C_API")
+    assert lkv.c_api_address() == address
+    return address
 
 
 def header_members():

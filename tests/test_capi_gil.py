@@ -3,13 +3,16 @@
 import contextlib
 import faulthandler
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import compilers
 
+import lkv
 from lkv import KvCache, KvLayer, LatentKvCache, Storage
 from lkv.errors import LeaseTimeoutError, StepInProgressError
 
@@ -77,6 +80,17 @@ def append(cache):
     cache.append(0, [np.zeros(shape, "f4") for shape in trailing])
 
 
+def type_of(cache):
+    return latent if isinstance(cache, LatentKvCache) else kv
+
+
+def restore(cache):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "saved.safetensors"
+        lkv.save(type_of(cache)(), path, fingerprint=None)
+        cache.restore(path, fingerprint=None)
+
+
 # Of a storage: what is called, whether it waits for rows that a writer has (or refuses at once).
 STORAGE_CALLS = {
     "read": (lambda s: s.read().release(), True),
@@ -102,6 +116,9 @@ CACHE_CALLS = {
     "truncate_to": (lambda c: c.truncate_to(1), False, True),
     "clear": (lambda c: c.clear(), False, True),
     "repopulate": (lambda c: c.repopulate(), False, True),
+    "fork": (lambda c: c.fork(), True, False),
+    "copy_from": (lambda c: c.copy_from(type_of(c)()), True, True),
+    "restore": (restore, True, True),
 }
 
 

@@ -353,7 +353,7 @@ def test_rows_that_are_not_published_are_not_gathered(rows):
     cache = small()
     fill(cache, 3)
     cache.append(0, layer_rows(cache, 2))
-    with pytest.raises(LayerIndexError, match="rows: expected 0 to 2, got"):
+    with pytest.raises(LayerIndexError, match="rows: expected published rows, below 3, got"):
         cache.gather(0, rows)
     assert cache.gather(0, [2])[0].shape == (1, 8)
 

@@ -13,14 +13,10 @@ with tempfile.TemporaryDirectory() as folder:
     subprocess.run(["rustc", *flags, Path(__file__).with_name("lib.rs"), "-o", built], check=True)
     runtime = ctypes.CDLL(str(built))
 
-pointer = ctypes.pythonapi.PyCapsule_GetPointer
-pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-table = pointer(lkv._storage._C_API, b"lkv._storage._C_API")
-
 cache = lkv.LatentKvCache.with_capacity(n_layers=3, max_seq_len=8, slot_trailing=[(4,)], dtype="float32")
 handles = (ctypes.c_size_t * 3)(*(cache.slot_storage(layer, 0).handle for layer in range(3)))
 for token in range(8):
-    status = runtime.decode(ctypes.c_size_t(table), handles, ctypes.c_size_t(3), ctypes.c_int64(token))
+    status = runtime.decode(ctypes.c_size_t(lkv.c_api_address()), handles, ctypes.c_size_t(3), ctypes.c_int64(token))
     assert status == 0, status
     for layer in range(3):
         cache.note_write(layer, 1)

@@ -54,13 +54,13 @@ class PersistentCache(SlotTable):
     _populate: frozenset[int]
     _changing: AbstractContextManager[bool]  # held while storages and id disagree; a leaf, taken after a turn
 
-    def __new__(cls) -> Self:
+    def __new__(cls, *_: object, **__: object) -> Self:
         """Make an object without geometry, for the class methods to fill."""
         cache = super().__new__(cls)
         cache._changing = RLock()
         return cache
 
-    def __init__(self) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         raise TypeError(f"{type(self).__name__} objects come from {type(self).__name__}.with_capacity(...)")
 
     def _new_layer(self) -> list[Place]:
@@ -129,31 +129,45 @@ class PersistentCache(SlotTable):
         populated = sum(self._populated(layer) for layer in range(self.n_layers))
         return populated * sum(spec.width for spec in self.slots) * self.dtype.itemsize
 
-    def clear(self) -> None:
+    def clear(self, timeout: float | None = None) -> None:
         """Drop every layer's storages; nothing is cached any more, and the allocation id is new.
 
         Arrays and leases that others hold keep the old memory alive.
 
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait for a step of another thread; 0 tries, None waits for ever.
+
         Raises
         ------
         StepInProgressError
-            Inside a step of the same thread; a step of another thread is waited for.
+            Inside a step of the same thread, or with ``timeout=0`` if another thread's is open.
+        LeaseTimeoutError
+            If that step was not over in time.
         """
-        with self._turn(0, "clear"), self._changing:
+        with self._turn(0, "clear", timeout), self._changing:
             self._empty()
             self._alloc_id = AllocId.next()
 
-    def repopulate(self) -> None:
+    def repopulate(self, timeout: float | None = None) -> None:
         """Allocate the layers again, full of zeros, under a new allocation id.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait for a step of another thread; 0 tries, None waits for ever.
 
         Raises
         ------
         OutOfMemoryError
             If the memory does not suffice beside the old; the cache is then as before.
         StepInProgressError
-            Inside a step of the same thread.
+            Inside a step of the same thread, or with ``timeout=0`` if another thread's is open.
+        LeaseTimeoutError
+            If that step was not over in time.
         """
-        with self._turn(0, "repopulate"):
+        with self._turn(0, "repopulate", timeout):
             fresh = self._allocate()
             with self._changing:
                 self._empty(keep=fresh)
@@ -423,7 +437,7 @@ class PersistentCache(SlotTable):
             if index.size and not (index.min() >= 0 and index.max() < view.hi):
                 bad = index.min() if index.min() < 0 else index.max()
                 raise LayerIndexError(
-                    f"rows: expected 0 to {view.hi - 1}, got {bad}", expected=(0, view.hi), actual=bad
+                    f"rows: expected published rows, below {view.hi}, got {bad}", expected=(0, view.hi), actual=bad
                 )
             if not view[0].host_accessible:
                 return tuple(gather_rows(slot, self._row_axis, index) for slot in view)
