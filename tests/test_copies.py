@@ -5,14 +5,18 @@ import numpy as np
 import pytest
 from helpers.caches import LAYOUTS, content, fill, layer_rows, pattern, populated, same_rows, small, snapshot
 from helpers.files import rows_of
+from helpers.places import anchor, latent_cache, look
+from helpers.places import kv_cache as new_kv_cache
 from helpers.threads import PATIENCE, start
 
 from lkv import KvCache, LatentCache, LatentKvCache, SlotSpec, errors
 from lkv._storage import SlotTable
 
+pytestmark = pytest.mark.usefixtures("everywhere")
+
 
 def kv_cache(rows, capacity=8):
-    cache = KvCache.with_capacity(2, 2, 4, capacity, "float32")
+    cache = new_kv_cache(2, 2, 4, capacity, "float32")
     with cache.step(rows) as step:
         for layer in range(2):
             step.append(layer, [pattern((1, 2, rows, 4), seed=2 * layer + slot) for slot in range(2)])
@@ -59,7 +63,7 @@ def test_a_fork_and_its_origin_go_their_own_ways():
 
 
 def test_a_fork_has_the_same_layers_or_none():
-    cache = LatentKvCache.with_capacity(4, 8, [(5,)], "float32", layers=[1, 3])
+    cache = latent_cache(4, 8, [(5,)], "float32", layers=[1, 3])
     assert populated(cache.fork()) == [1, 3]
     fill(cache, 2)
     assert populated(cache.fork()) == [1, 3]
@@ -68,6 +72,7 @@ def test_a_fork_has_the_same_layers_or_none():
     assert KvCache.with_dims(2, 2, 4).fork().n_layers == 2
 
 
+@pytest.mark.host_only("pages of the host come as they are touched")
 def test_a_fork_costs_by_its_rows_and_a_functional_clone_nothing():
     def took(call, best=9.0):
         for _ in range(5):
@@ -79,7 +84,7 @@ def test_a_fork_costs_by_its_rows_and_a_functional_clone_nothing():
 
     times = []
     for rows in (64, 16_384):
-        cache = LatentKvCache.with_capacity(2, 1 << 20, [(512,)], "float32")
+        cache = latent_cache(2, 1 << 20, [(512,)], "float32")
         with cache.step(rows) as step:
             for layer in range(2):
                 step.append(layer, [np.ones((rows, 512), "f4")])
@@ -97,7 +102,7 @@ def test_a_fork_costs_by_its_rows_and_a_functional_clone_nothing():
 def test_a_fork_is_what_a_clone_is_but_for_the_cost():
     cache = small(layers=1)
     given = fill(cache, 3)[0]
-    functional = LatentCache(np.empty(0, "f4"), 1, 8, [spec.trailing for spec in cache.slots], "float32")
+    functional = LatentCache(anchor(), 1, 8, [spec.trailing for spec in cache.slots], "float32")
     functional = functional.append(0, given)
     functional = functional.advance_by(3)
     fork, clone = cache.fork(), functional.clone()
@@ -109,7 +114,7 @@ def test_a_fork_is_what_a_clone_is_but_for_the_cost():
     functional = functional.advance_by(2)
     clone = clone.advance_by(2)
     for persistent, branch in ((cache, functional), (fork, clone)):
-        assert same_rows(content(persistent, 0), [np.asarray(branch.slot(0, slot)) for slot in range(2)])
+        assert same_rows(content(persistent, 0), [look(branch.slot(0, slot)) for slot in range(2)])
 
 
 # ---- copy_from ----
@@ -121,7 +126,7 @@ def test_a_fork_is_what_a_clone_is_but_for_the_cost():
 def test_rows_of_another_cache_replace_those_here(rows, before, layout):
     source = small(layers=3, rows=6)
     fill(source, 5)
-    cache = LatentKvCache.with_capacity(3, 9, [(8,), (3,)], "float32", layout=layout, layers=[0, 2])
+    cache = latent_cache(3, 9, [(8,), (3,)], "float32", layout=layout, layers=[0, 2])
     if before:
         fill(cache, before, seed=9)
     unchanged, allocation, count = snapshot(source), cache.alloc_id, 5 if rows is None else rows
@@ -158,11 +163,11 @@ def test_a_copy_from_itself_is_a_rewind():
         (lambda: small(rows=20), 13, errors.GeometryError, "rows: expected at most 12, those committed, got 13"),
         (lambda: small(rows=20), -1, errors.GeometryError, "rows: expected 0 to"),
         (lambda: small(rows=20), 1.0, errors.ArgumentTypeError, "rows: expected an integer"),
-        (lambda: LatentKvCache.with_capacity(2, 8, [(8,), (3,)], "f32", layers=[1]), None,
+        (lambda: latent_cache(2, 8, [(8,), (3,)], "f32", layers=[1]), None,
          errors.UnpopulatedLayerError, r"layers \[0\] of the other cache hold no storage"),
-        (lambda: LatentKvCache.with_capacity(2, 8, [(8,), (3,)], "f32", layers=[]), None,
+        (lambda: latent_cache(2, 8, [(8,), (3,)], "f32", layers=[]), None,
          errors.UnpopulatedLayerError, "copy_from: no layer"),
-        (lambda: LatentKvCache.with_capacity(2, 8, slots=[SlotSpec("slot0", (8,), "x"), SlotSpec("slot1", (3,))],
+        (lambda: latent_cache(2, 8, slots=[SlotSpec("slot0", (8,), "x"), SlotSpec("slot1", (3,))],
                                              dtype="f32"), None, errors.GeometryError, "slots: expected"),
         (lambda: 7, None, errors.ArgumentTypeError, "other: expected a cache, got int"),
     ],

@@ -1,20 +1,24 @@
 """Branches of a LatentCache: cheap to make, and none ever sees another's rows."""
 
 import copy
+import math
 import threading
 
 import numpy as np
 import pytest
 from helpers.functional import column, live, make, put
+from helpers.places import address_of, anchor, look, new_storage, place
 from helpers.threads import start
+from hypothesis import HealthCheck, settings
 from hypothesis import given as over
-from hypothesis import settings
 from hypothesis import strategies as st
 
-from lkv import LatentCache, Storage
+from lkv import LatentCache
 from lkv._storage import host_memory
 from lkv.cache.branch import BranchLayer
 from lkv.errors import CapacityError
+
+pytestmark = pytest.mark.usefixtures("everywhere")
 
 
 def two_branches(first, *, extra=0, advanced=True):
@@ -43,18 +47,18 @@ def test_the_full_buffer_of_one_branch_never_shows_the_other(first, looks):
     early = branches[looks].slot_buffer_full(0, 0)
     for which in (first, 1 - first):
         branches[which] = put(branches[which], 2, 2 + which)
-    assert early[:, 0].tolist() in ([1, 1] + [2 + looks] * 2 + [0] * 4, [1, 1] + [0] * 6)
+    assert look(early)[:, 0].tolist() in ([1, 1] + [2 + looks] * 2 + [0] * 4, [1, 1] + [0] * 6)
     for which in (0, 1):
         assert column(branches[which]) == [1, 1] + [2 + which] * 2 + [0] * 4
 
 
 def test_the_branch_that_holds_a_full_buffer_goes_on_in_place():
     cache = put(make(layers=1), 2, 1)
-    address = cache.slot_buffer_full(0, 0).ctypes.data
+    address = address_of(cache.slot_buffer_full(0, 0))
     other = put(cache.clone(), 1, 2)
     cache = put(cache, 6, 3)
-    assert cache.slot_buffer_full(0, 0).ctypes.data == address
-    assert other.slot_buffer_full(0, 0).ctypes.data != address
+    assert address_of(cache.slot_buffer_full(0, 0)) == address
+    assert address_of(other.slot_buffer_full(0, 0)) != address
     assert column(cache) == [1] * 2 + [3] * 6 and column(other) == [1, 1, 2] + [0] * 5
 
 
@@ -63,12 +67,12 @@ def test_slot_never_shows_rows_that_another_branch_may_write():
     a, b = cache.clone().advance_by(3), cache
     early = a.slot(0, 0)
     b = put(b, 3, 7)
-    assert early[:, 0].tolist() == a.slot(0, 0)[:, 0].tolist() == [1, 1, 0, 0, 0]
+    assert look(early)[:, 0].tolist() == look(a.slot(0, 0))[:, 0].tolist() == [1, 1, 0, 0, 0]
     assert column(b) == [1, 1, 7, 7, 7, 0, 0, 0]
     c, d = make(), make()
     empty = c.slot(0, 0)
     d = put(c.clone(), 2, 5)
-    assert empty.tolist() == [[0] * 4] and column(d) == [5, 5] + [0] * 6 and column(c) == [0] * 8
+    assert look(empty).tolist() == [[0] * 4] and column(d) == [5, 5] + [0] * 6 and column(c) == [0] * 8
 
 
 def test_a_branch_that_wrote_less_does_not_inherit_what_another_wrote_after():
@@ -84,7 +88,7 @@ def test_an_overwrite_after_a_clone_leaves_the_other_branch_alone():
     other = cache.clone()
     held = other.slot_buffer_full(0, 0)
     cache = put(cache, 1, 2, advance=False)
-    assert column(other) == held[:, 0].tolist() == [1, 1, 1] + [0] * 5
+    assert column(other) == look(held)[:, 0].tolist() == [1, 1, 1] + [0] * 5
     assert column(cache) == [2] + [0] * 7
 
 
@@ -125,7 +129,7 @@ def test_a_thousand_forks_give_every_storage_back():
     with_cache = live()
     for i in range(1000):
         fork = put(cache.clone(), 1, i % 100 + 3)
-        assert fork.slot(1, 0)[2, 0] == i % 100 + 3
+        assert look(fork.slot(1, 0))[2, 0] == i % 100 + 3
     del fork
     assert live() == with_cache == before + 6
     kept = [put(cache.clone(), 1, i % 100 + 3) for i in range(100)]
@@ -150,21 +154,23 @@ def test_eight_threads_append_from_one_shared_prefix():
         grown = future.result(60)
         for layer in range(2):
             for slot in range(2):
-                rows = grown.slot(layer, slot)
+                rows = look(grown.slot(layer, slot))
                 assert (rows[:8] == 1).all() and (rows[8:] == value).all() and len(rows) == 56
     assert column(cache) == [1] * 8 + [0] * 56
 
 
 def test_arrays_outlive_the_cache():
-    torch = pytest.importorskip("torch")
-    for anchor in (np.empty(0), torch.empty(0), Storage(1)):
+    anchors = [new_storage(1)]
+    if place() == "cpu":
+        anchors += [np.empty(0), pytest.importorskip("torch").empty(0)]
+    for made_after in anchors:
         before = live()
-        cache = put(make(anchor), 2, 3)
+        cache = put(make(made_after), 2, 3)
         held = [cache.slot(0, 0), cache.slot_buffer_full(1, 1)]
         cache = cache.advance_by(1)
         del cache
         assert live() == before + 2
-        assert np.asarray(held[0]).tolist() == [[3] * 4] * 2 and np.asarray(held[1]).sum() == 12
+        assert look(held[0]).tolist() == [[3] * 4] * 2 and look(held[1]).sum() == 12
         del held
         assert live() == before
 
@@ -223,7 +229,7 @@ class Branch:
         self.cache, self.rows, self.name, self.position = cache, rows, name, position
 
     def append(self, layer, n, value):
-        arrays = [np.full((n, *shape), value, "f4") for shape in SHAPES]
+        arrays = [np.full(n * math.prod(shape), value, "f4").reshape(n, *shape) for shape in SHAPES]
         if self.position + n > CAPACITY:
             with pytest.raises(CapacityError):
                 self.cache.append(layer, arrays)
@@ -256,21 +262,22 @@ class Export:
         expected = branch.rows[layer][slot]
         if not full:
             expected = expected[: max(branch.position, 1)]
-        assert np.array_equal(self.array, expected)
+        assert np.array_equal(look(self.array), expected)
         self.seen = expected.copy()
 
     def check(self, writers):
-        assert np.array_equal(self.array[: self.stable], self.seen[: self.stable])
-        changed = self.array[self.array != self.seen]
+        array = look(self.array)
+        assert np.array_equal(array[: self.stable], self.seen[: self.stable])
+        changed = array[array != self.seen]
         assert {writers[value] for value in changed.tolist() if value} <= {self.name}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @over(st.lists(OPS, max_size=40))
 def test_any_program_agrees_with_plain_arrays(program):
     before = host_memory()["live_buffers"]
     zeros = [[np.zeros((CAPACITY, *shape), "f4") for shape in SHAPES] for _ in range(LAYERS)]
-    branches = [Branch(LatentCache(np.empty(0), LAYERS, CAPACITY, SHAPES, "f32"), zeros, 0)]
+    branches = [Branch(LatentCache(anchor(), LAYERS, CAPACITY, SHAPES, "f32"), zeros, 0)]
     exports, writers, names = [], {}, 1
     for number, (op, which, *rest) in enumerate(program, start=1):
         branch = branches[which % len(branches)]

@@ -10,10 +10,11 @@ import pytest
 from helpers.fake_devices import PlainDevice
 from helpers.functional import ROWS, TRAILING, bytes_of, column, given, live, make, put
 from helpers.memory import resident
+from helpers.places import anchor, latent_cache, location, look, new_storage, place
 from helpers.threads import start
 
 import lkv
-from lkv import DType, LatentCache, LatentKvCache, SlotSpec, Storage
+from lkv import DType, LatentCache, SlotSpec, Storage
 from lkv._storage import View, host_memory, set_host_limit
 from lkv.cache.branch import BranchLayer
 from lkv.devices import DeviceLocation
@@ -31,6 +32,8 @@ from lkv.errors import (
     ShapeMismatchError,
 )
 
+pytestmark = pytest.mark.usefixtures("everywhere")
+
 DTYPES = ["bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "bool"]
 
 
@@ -46,11 +49,11 @@ def test_rows_come_back_bit_for_bit(dtype):
     arrays = [a.astype(kind) if kind.itemsize in (1, 4) else a.view(kind) for a in arrays]
     cache = cache.append(1, arrays).advance_by(5)
     for slot, array in enumerate(arrays):
-        out = cache.slot(1, slot)
+        out = look(cache.slot(1, slot))
         assert out.dtype == kind and out.shape == array.shape and out.tobytes() == array.tobytes()
-        assert cache.slot_buffer_full(1, slot)[:5].tobytes() == array.tobytes()
-        assert not cache.slot_buffer_full(1, slot)[5:].astype("f4").any()
-        assert not cache.slot_buffer_full(0, slot).astype("f4").any()
+        assert look(cache.slot_buffer_full(1, slot))[:5].tobytes() == array.tobytes()
+        assert not look(cache.slot_buffer_full(1, slot))[5:].astype("f4").any()
+        assert not look(cache.slot_buffer_full(0, slot)).astype("f4").any()
 
 
 def test_append_does_not_move_the_position_and_advance_by_does():
@@ -63,12 +66,12 @@ def test_append_does_not_move_the_position_and_advance_by_does():
 
 def test_slot_of_an_empty_cache_is_one_row_of_zeros():
     cache = make()
-    assert cache.slot(0, 0).tolist() == [[0, 0, 0, 0]] and cache.slot(0, 2).tolist() == [0]
+    assert look(cache.slot(0, 0)).tolist() == [[0, 0, 0, 0]] and look(cache.slot(0, 2)).tolist() == [0]
 
 
 def test_what_was_advanced_over_but_not_written_reads_as_zeros():
     cache = put(make(), 2, 5).advance_by(3)
-    assert cache.slot(0, 0)[:, 0].tolist() == [5, 5, 0, 0, 0]
+    assert look(cache.slot(0, 0))[:, 0].tolist() == [5, 5, 0, 0, 0]
     cache = put(cache, 1, 6)
     assert column(cache) == [5, 5, 0, 0, 0, 6, 0, 0]
 
@@ -77,7 +80,7 @@ def test_appending_again_before_advance_by_replaces_longer_content():
     cache = put(make(), 2, 1)
     cache = put(cache, 5, 2, advance=False)
     cache = put(cache, 2, 3, advance=False)
-    assert cache.advance_by(6).slot(1, 2).tolist() == [1, 1, 3, 3, 0, 0, 0, 0]
+    assert look(cache.advance_by(6).slot(1, 2)).tolist() == [1, 1, 3, 3, 0, 0, 0, 0]
     assert column(put(put(make(), 7, 1, advance=False), 1, 2)) == [2, 0, 0, 0, 0, 0, 0, 0]
 
 
@@ -95,6 +98,8 @@ def test_rows_that_are_not_cleared_would_reappear(monkeypatch):
 def test_zero_rows_change_nothing():
     cache = put(make(), 3, 1, advance=False)
     assert column(cache.append(0, given(cache, 0, 0))) == [1, 1, 1, 0, 0, 0, 0, 0]
+    full = put(make(), ROWS, 1)
+    assert full.append(0, given(full, 0, 1)).current_seq_len == 8
 
 
 def test_arrays_of_any_kind_are_taken():
@@ -102,7 +107,7 @@ def test_arrays_of_any_kind_are_taken():
     trailing = [(2,)] * 6
     rows = np.arange(4, dtype="f4").reshape(2, 2)
     source = Storage.wrap(rows)
-    persistent = LatentKvCache.with_capacity(1, 4, trailing, "float32")
+    persistent = latent_cache(1, 4, trailing, "float32")
     persistent.append(0, [rows] * 6)
     persistent.advance_by(2)
 
@@ -123,13 +128,13 @@ def test_arrays_of_any_kind_are_taken():
     cache = cache.advance_by(2)
     for layer in range(2):
         for slot in range(6):
-            assert np.array_equal(cache.slot(layer, slot), rows)
+            assert np.array_equal(look(cache.slot(layer, slot)), rows)
 
 
 def test_raw_bits_are_taken_for_the_element_type():
     bits = np.array([[0x3F80, 0x4000]], "u2")
     cache = make(trailing=[(2,)], dtype="bf16").append(0, [lkv.bits(bits, "bf16")]).advance_by(1)
-    assert cache.slot(0, 0).astype("f4").tolist() == [[1.0, 2.0]]
+    assert look(cache.slot(0, 0)).astype("f4").tolist() == [[1.0, 2.0]]
 
 
 def test_the_arrays_given_may_be_reused_at_once():
@@ -144,6 +149,7 @@ def test_the_arrays_given_may_be_reused_at_once():
 # ---- kinds of anchors ----
 
 
+@pytest.mark.host_only("NumPy or Torch anchors")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_torch_anchor_gets_tensors_back(dtype):
     torch = pytest.importorskip("torch")
@@ -157,6 +163,7 @@ def test_a_torch_anchor_gets_tensors_back(dtype):
     assert full.shape == (ROWS,) and full.float().tolist() == [1] * 3 + [0] * 5
 
 
+@pytest.mark.host_only("NumPy or Torch anchors")
 def test_a_torch_anchor_on_a_device_that_is_not_there_is_unavailable():
     torch = pytest.importorskip("torch")
     with pytest.raises(DeviceUnavailableError, match="meta"):
@@ -165,20 +172,22 @@ def test_a_torch_anchor_on_a_device_that_is_not_there_is_unavailable():
 
 @pytest.mark.parametrize("form", ["storage", "view", "lease"])
 def test_an_anchor_of_lkv_gets_views_back(form):
-    storage = Storage((2, 2), "float32")
+    storage = new_storage((2, 2), "float32")
     anchor = {"storage": storage, "view": storage.alias(), "lease": storage.read()}[form]
     cache = put(make(anchor), 2, 1)
     view = cache.slot(0, 0)
-    assert type(view) is View and view.readonly and view.shape == (2, 4) and view.device == DeviceLocation("cpu")
-    assert np.asarray(view).tolist() == [[1] * 4] * 2
+    assert type(view) is View and view.readonly and view.shape == (2, 4) and view.device == location()
+    assert look(view).tolist() == [[1] * 4] * 2
 
 
+@pytest.mark.host_only("NumPy or Torch anchors")
 @pytest.mark.parametrize("anchor", [None, 1, [1.0], "cpu", memoryview(b"abc"), np.float32(1)])
 def test_an_anchor_of_no_known_kind_is_refused(anchor):
     with pytest.raises(ArgumentTypeError, match=r"anchor: expected a numpy.ndarray, a torch.Tensor, or a View"):
         LatentCache(anchor, 1, 1, [(1,)], "f32")
 
 
+@pytest.mark.host_only("NumPy or Torch anchors")
 def test_numpy_arrays_cannot_be_written():
     cache = put(make(dtype="bf16"), 2, 1)
     assert cache.slot(0, 0).dtype == ml_dtypes.bfloat16
@@ -311,7 +320,6 @@ def test_the_capacity_is_exact():
     full = cache.advance_by(3)
     with pytest.raises(CapacityError):
         full.append(0, given(full, 1, 1))
-    assert full.append(0, given(full, 0, 1)).current_seq_len == 8
 
 
 @pytest.mark.parametrize("n", [-1, 1.0, True, None, "1"])
@@ -341,6 +349,7 @@ def test_a_degenerate_geometry_is_refused_and_leaves_nothing(change):
     assert live() == before
 
 
+@pytest.mark.host_only("the limit is the host's")
 def test_out_of_memory_leaves_nothing_half_made_and_the_handle_usable():
     before = live()
     cache = put(make(trailing=[(64,)], rows=4096, layers=1), 1, 1)
@@ -373,6 +382,7 @@ def device_rows(cache):
     return list((ctypes.c_float * (ROWS * 4)).from_address(view.address))[::4]
 
 
+@pytest.mark.host_only("a device of its own")
 def test_the_anchors_device_holds_the_rows():
     cache = put(on_device(), 2, 1)
     view = cache.slot(0, 0)
@@ -383,6 +393,7 @@ def test_the_anchors_device_holds_the_rows():
         make(layers=1, trailing=[(4,)]).append(0, [view])
 
 
+@pytest.mark.host_only("a device of its own")
 def test_branches_on_a_device_go_their_own_ways():
     cache = put(put(on_device(), 2, 1), 3, 2, advance=False)
     other = put(cache.clone(), 1, 3)
@@ -392,6 +403,7 @@ def test_branches_on_a_device_go_their_own_ways():
     assert device_rows(cache) == [1, 1, 1, 1, 0, 0, 0, 0]
 
 
+@pytest.mark.host_only("a device of its own")
 @pytest.mark.parametrize("forked", [False, True])
 def test_a_failed_write_consumes_nothing_and_never_shows(forked):
     cache = put(on_device(), 2, 1)
@@ -407,11 +419,12 @@ def test_a_failed_write_consumes_nothing_and_never_shows(forked):
 
 
 def test_properties_tell_the_geometry():
-    cache = LatentCache(np.empty(0), 3, 16, dtype="bf16", slots=[SlotSpec("c_kv", (8,)), SlotSpec("k_pe", (2, 3))])
+    cache = LatentCache(anchor(), 3, 16, dtype="bf16", slots=[SlotSpec("c_kv", (8,)), SlotSpec("k_pe", (2, 3))])
     assert (cache.n_layers, cache.max_seq_len, cache.n_slots, cache.current_seq_len) == (3, 16, 2, 0)
-    assert cache.slot_trailing(1) == (2, 3) and cache.dtype.name == "bfloat16" and cache.device == DeviceLocation("cpu")
+    assert cache.slot_trailing(1) == (2, 3) and cache.dtype.name == "bfloat16" and cache.device == location()
     assert cache.nbytes == 3 * 16 * 14 * 2
-    assert repr(cache) == "LatentCache(3 layers x 2 slots, 0/16 rows, bfloat16, cpu, numpy arrays, 1.3 kB)"
+    kind = "numpy arrays" if place() == "cpu" else "lkv arrays"
+    assert repr(cache) == f"LatentCache(3 layers x 2 slots, 0/16 rows, bfloat16, {place()}, {kind}, 1.3 kB)"
     with pytest.raises(ShapeMismatchError, match=r"slot 1 \(k_pe\): expected \(n, 2, 3\) bfloat16, got \(1, 6\)"):
         cache.append(0, [np.zeros((1, 8), ml_dtypes.bfloat16), np.zeros((1, 6), ml_dtypes.bfloat16)])
     with pytest.raises(LayerIndexError):
@@ -420,9 +433,10 @@ def test_properties_tell_the_geometry():
 
 def test_more_slots_than_the_stack_takes():
     cache = put(make(trailing=[(1,)] * 10), 3, 1)
-    assert [cache.slot(1, slot).sum() for slot in range(10)] == [3] * 10
+    assert [look(cache.slot(1, slot)).sum() for slot in range(10)] == [3] * 10
 
 
+@pytest.mark.host_only("pages of the host come as they are touched")
 def test_a_large_capacity_takes_address_space_only():
     before = resident()
     cache = put(make(rows=1 << 22, trailing=[(1024,)], dtype="bf16"), 4, 1)

@@ -2,11 +2,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers.caches import LAYOUTS, SLOT_SETS, content, fill, layer_rows, pattern, populated, same_rows, small, snapshot
+from helpers.places import all_readonly, arrays_of, latent_cache, location, look, place, put_in, refused_for_gaps
 
 from lkv import AllocId, DType, LatentKvCache, SlotSpec, bits
 from lkv._storage import host_memory
-from lkv.devices import DeviceLocation
-from lkv.errors import IncompleteStepError, LeaseEndedError
+from lkv.errors import IncompleteStepError, LeaseEndedError, ShapeMismatchError
+
+pytestmark = pytest.mark.usefixtures("everywhere")
 
 DTYPES = ["f64", "f32", "f16", "bf16", "f8_e4m3fn", "f8_e5m2", "i64", "i32", "i16", "i8", "u8", "bool"]
 
@@ -25,13 +27,14 @@ def test_a_new_cache_says_what_it_is(slots, layout):
     assert (cache.n_layers, cache.n_slots, cache.max_seq_len, cache.cached_len) == (3, len(SLOT_SETS[slots]), 16, 0)
     assert [cache.slot_trailing(s) for s in range(cache.n_slots)] == SLOT_SETS[slots]
     assert cache.dtype is DType.of("float32")
-    assert cache.device_location == DeviceLocation("cpu") == cache.rebind_location()
+    assert cache.device_location == location() == cache.rebind_location()
     assert isinstance(cache.alloc_id, AllocId) and cache.alloc_id >= 1
     assert cache.layout == layout
     assert cache.bytes_per_token == 3 * width * 4
     assert cache.nbytes == 3 * 16 * width * 4
 
 
+@pytest.mark.host_only("what the host has allocated")
 @every_layout
 @every_shape
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,18 +49,21 @@ def test_bytes_required_is_exactly_what_is_allocated(slots, layout, dtype):
     assert host_memory()["live_bytes"] == before
 
 
+@pytest.mark.host_only("allocates nothing")
 def test_bytes_required_counts_only_the_layers_that_will_be_populated():
     assert LatentKvCache.bytes_required(61, 10, [(4,)], "f32", layers=range(20, 30)) == 10 * 10 * 16
     assert LatentKvCache.bytes_required(61, 10, [(4,)], "f32", layers=[]) == 0
 
 
+@pytest.mark.host_only("allocates nothing")
 def test_bytes_required_is_exact_up_to_the_end_of_the_address_space():
     assert LatentKvCache.bytes_required(1, 2**63 - 1, [(1,)], "u8") == 2**63 - 1
     assert LatentKvCache.bytes_required(2**40, 2**20, [(1,)], "i32") == 2**62
 
 
+@pytest.mark.host_only("pages of the host come as they are touched")
 def test_a_large_capacity_costs_address_space_only():
-    cache = LatentKvCache.with_capacity(4, 2**20, [(512,), (64,)], "bf16")
+    cache = latent_cache(4, 2**20, [(512,), (64,)], "bf16")
     assert cache.nbytes == 4 * 2**20 * 576 * 2
     fill(cache, 2)
     assert cache.cached_len == 2
@@ -71,6 +77,7 @@ def test_the_dtype_may_be_spelled_in_any_usual_way(spelling):
     assert small(dtype=spelling).dtype is DType.of("bfloat16")
 
 
+@pytest.mark.host_only("names its device itself")
 def test_a_torch_dtype_and_a_torch_device_are_understood():
     torch = pytest.importorskip("torch")
     cache = LatentKvCache.with_capacity(1, 4, [(2,)], torch.float16, torch.device("cpu"))
@@ -78,13 +85,13 @@ def test_a_torch_dtype_and_a_torch_device_are_understood():
 
 
 def test_counts_may_be_any_integers():
-    cache = LatentKvCache.with_capacity(np.int64(2), np.uint8(4), [np.array([3]), [np.int32(2)]], "f32")
+    cache = latent_cache(np.int64(2), np.uint8(4), [np.array([3]), [np.int32(2)]], "f32")
     assert (cache.n_layers, cache.max_seq_len, cache.slot_trailing(0), cache.slot_trailing(1)) == (2, 4, (3,), (2,))
 
 
 def test_slots_may_be_named_and_tagged():
     specs = [SlotSpec("c_kv", (8,)), SlotSpec("k_pe", (3,), tag="rope:interleaved")]
-    cache = LatentKvCache.with_capacity(1, 4, slots=specs, dtype="f32")
+    cache = latent_cache(1, 4, slots=specs, dtype="f32")
     assert cache.slots == tuple(specs)
     assert [s.tag for s in cache.slots] == ["", "rope:interleaved"]
     assert [s.name for s in small("two").slots] == ["slot0", "slot1"]
@@ -93,7 +100,7 @@ def test_slots_may_be_named_and_tagged():
 @pytest.mark.parametrize("layers", [[0], [3, 1], range(1, 3), (np.int64(2),), iter([0, 3])])
 def test_only_the_chosen_layers_are_populated(layers):
     layers = list(layers)
-    cache = LatentKvCache.with_capacity(4, 4, SLOT_SETS["two"], "f32", layers=iter(layers))
+    cache = latent_cache(4, 4, SLOT_SETS["two"], "f32", layers=iter(layers))
     assert populated(cache) == sorted(int(layer) for layer in layers)
     assert [layer is not None for layer in cache.layers] == [layer in layers for layer in range(4)]
     assert cache.nbytes == len(layers) * 4 * 11 * 4
@@ -102,7 +109,7 @@ def test_only_the_chosen_layers_are_populated(layers):
 
 
 def test_the_stages_of_a_pipeline_cover_the_model_together():
-    stages = [LatentKvCache.with_capacity(4, 8, [(2,)], "f32", layers=r) for r in (range(0, 2), range(2, 4))]
+    stages = [latent_cache(4, 8, [(2,)], "f32", layers=r) for r in (range(0, 2), range(2, 4))]
     for stage in stages:
         fill(stage, 3)
     assert [populated(stage) for stage in stages] == [[0, 1], [2, 3]]
@@ -110,7 +117,7 @@ def test_the_stages_of_a_pipeline_cover_the_model_together():
 
 
 def test_a_cache_without_populated_layers_counts_rows():
-    cache = LatentKvCache.with_capacity(2, 4, [(2,)], "f32", layers=[])
+    cache = latent_cache(2, 4, [(2,)], "f32", layers=[])
     assert cache.nbytes == 0
     with cache.step(3):
         pass
@@ -143,7 +150,7 @@ def test_a_step_publishes_once_when_its_block_is_left():
         for layer in range(2):
             step.append(layer, rows[layer])
             assert (cache.cached_len, cache.written_len(layer)) == (0, 2)
-            assert same_rows(step.view(layer).numpy(), rows[layer])
+            assert same_rows(arrays_of(step.view(layer)), rows[layer])
     assert cache.cached_len == 2
     assert not step.active
     assert repr(step) == "Step(rows [0, 2), ended)"
@@ -158,11 +165,11 @@ def test_a_step_views_the_published_rows_and_its_own():
             step.append(layer, new[layer])
             rows = step.view(layer)
             assert (rows.layer, rows.lo, rows.hi, len(rows)) == (layer, 0, 5, 2)
-            assert same_rows(rows.numpy(), [np.concatenate(p) for p in zip(old[layer], new[layer], strict=True)])
-            assert not rows.numpy()[0].flags.writeable
+            assert same_rows(arrays_of(rows), [np.concatenate(p) for p in zip(old[layer], new[layer], strict=True)])
+            assert all_readonly(rows)
         assert cache.read(0).hi == 3
     with pytest.raises(LeaseEndedError):
-        rows.numpy()
+        arrays_of(rows)
 
 
 def test_a_layer_may_be_written_twice_in_a_step_and_the_last_counts():
@@ -211,9 +218,9 @@ def test_reserved_rows_are_written_in_place(slots, layout):
         for layer in range(2):
             reserved = step.reserve(layer)
             assert (reserved.lo, reserved.hi) == (2, 5)
-            for array, new in zip(reserved.numpy(), rows[layer], strict=True):
-                assert array.shape == new.shape
-                array[...] = new
+            for view, new in zip(reserved, rows[layer], strict=True):
+                assert view.shape == new.shape
+                put_in(view, new)
             assert cache.written_len(layer) == 2
             with pytest.raises(IncompleteStepError):
                 step.view(layer)
@@ -236,7 +243,7 @@ def test_reserving_rows_again_takes_back_that_they_are_written():
 @every_shape
 @pytest.mark.parametrize("form", ["by layer", "stacked"])
 def test_all_layers_may_be_appended_in_one_call(slots, layout, form):
-    cache = LatentKvCache.with_capacity(5, 8, SLOT_SETS[slots], "f32", layout=layout, layers=[0, 2, 3])
+    cache = latent_cache(5, 8, SLOT_SETS[slots], "f32", layout=layout, layers=[0, 2, 3])
     rows = [layer_rows(cache, 2, layer) for layer in (0, 2, 3)]
     with cache.step(2) as step:
         step.append_layers(rows if form == "by layer" else [np.stack(p) for p in zip(*rows, strict=True)])
@@ -293,7 +300,14 @@ SPELLINGS = {
 def test_any_kind_of_array_may_be_appended(slots, layout, n, spelling):
     cache = small(slots, layers=1, layout=layout)
     rows = layer_rows(cache, n, 3)
-    cache.append(0, [SPELLINGS[spelling](a) for a in rows])
+    given = [SPELLINGS[spelling](a) for a in rows]
+    if refused_for_gaps(given, 0):
+        before = snapshot(cache)
+        with pytest.raises(ShapeMismatchError, match="gaps inside a row"):
+            cache.append(0, given)
+        assert snapshot(cache) == before
+        return
+    cache.append(0, given)
     cache.advance_by(n)
     assert same_rows(content(cache, 0), rows)
 
@@ -318,7 +332,7 @@ def test_append_and_advance_by_do_the_same_without_a_block(slots, layout):
         assert cache.append(layer, tuple(rows[layer])) is None
         assert (cache.cached_len, cache.written_len(layer)) == (0, 3)
         assert [cache.slot_version(layer, s) - v for s, v in enumerate(versions)] == [1] * cache.n_slots
-        assert cache.read(layer).numpy()[0].shape[0] == 0
+        assert cache.read(layer)[0].shape[0] == 0
     assert cache.advance_by(3) == 3 == cache.cached_len
     for layer in range(2):
         assert same_rows(content(cache, layer), rows[layer])
@@ -359,7 +373,8 @@ def test_a_runtime_that_writes_itself_says_so_with_note_write():
     cache = small("one")
     rows = pattern((2, 5))
     for layer in range(2):
-        cache.slot_storage(layer, 0).alias().numpy()[:2] = rows
+        whole = np.concatenate([rows, np.zeros((6, 5), "f4")])
+        put_in(cache.slot_storage(layer, 0).alias(), whole)
         cache.note_write(layer, 2)
         assert (cache.written_len(layer), cache.slot_version(layer, 0)) == (2, 1)
     assert cache.advance_by(2) == 2
@@ -375,16 +390,17 @@ def test_a_read_lease_covers_the_published_rows_and_ends_with_its_block():
     with cache.read(1) as view:
         assert (view.layer, view.lo, view.hi, len(view), view.active) == (1, 0, 3, 2, True)
         assert repr(view) == "LayerRows(layer 1, rows [0, 3), 2 slots)"
-        assert same_rows(view.numpy(), given[1])
+        assert same_rows(arrays_of(view), given[1])
         assert view[0].shape == (3, 8) and view[-1].shape == (3, 3)
         assert [v.shape for v in view] == [(3, 8), (3, 3)]
-        assert not view.numpy()[1].flags.writeable
+        assert all_readonly(view)
     assert not view.active
     assert "ended" in repr(view)
     with pytest.raises(LeaseEndedError):
-        view.numpy()
+        arrays_of(view)
 
 
+@pytest.mark.host_only("tensors of devices have tests of their own")
 def test_views_are_torch_tensors_over_the_same_memory():
     torch = pytest.importorskip("torch")
     cache = small(dtype="bf16", layout="packed")
@@ -406,19 +422,19 @@ def test_gather_copies_the_chosen_rows(slots, layout):
     for rows in ([5, 0, 0, 3], np.array([[1, 2], [3, 4]], np.uint64), (), 4, range(6), []):
         got = cache.gather(1, rows)
         index = np.asarray(rows, np.int64)
-        assert same_rows(got, [np.asarray(a[index]) for a in given[1]])
-        assert all(a.flags.writeable for a in got)
+        assert same_rows(arrays_of(got), [np.asarray(a[index]) for a in given[1]])
+        assert all(a.flags.writeable if place() == "cpu" else not a.readonly for a in got)
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 8])
 def test_pages_are_the_buffers_as_a_block_table_sees_them(page_size):
     for layout, widths in (("separate", (8, 3)), ("packed", (11,))):
-        cache = LatentKvCache.with_capacity(3, 8, SLOT_SETS["two"], "f32", layout=layout, layers=[0, 2])
+        cache = latent_cache(3, 8, SLOT_SETS["two"], "f32", layout=layout, layers=[0, 2])
         given = fill(cache, 8)
         pages = cache.pages(page_size)
         assert pages[1] is None
         assert [view.shape for view in pages[2]] == [(8 // page_size, page_size, w) for w in widths]
-        flat = np.concatenate([view.numpy().reshape(8, -1) for view in pages[2]], axis=1)
+        flat = np.concatenate([look(view).reshape(8, -1) for view in pages[2]], axis=1)
         assert np.array_equal(flat, np.concatenate(given[2], axis=1))
 
 

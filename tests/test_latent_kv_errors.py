@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers.caches import LAYOUTS, SLOT_SETS, fill, layer_rows, pattern, populated, small, snapshot
 from helpers.ids import named
+from helpers.places import latent_cache
 
 from lkv import LatentKvCache, SlotSpec
 from lkv._storage import host_memory, set_host_limit
@@ -24,6 +25,7 @@ from lkv.errors import (
     UnpopulatedLayerError,
 )
 
+pytestmark = pytest.mark.usefixtures("everywhere")
 every_shape = pytest.mark.parametrize("slots", SLOT_SETS)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -82,26 +84,26 @@ DEGENERATE = {
 def test_a_degenerate_geometry_is_refused_and_takes_no_memory(what):
     arguments = dict(n_layers=2, max_seq_len=4, slot_trailing=[(4,)], dtype="f32") | DEGENERATE[what]
     before = host_memory()
-    for make in (LatentKvCache.with_capacity, LatentKvCache.bytes_required):
+    for make in (latent_cache, LatentKvCache.bytes_required):
         with pytest.raises(GeometryError):
             make(**arguments)
     for layout in LAYOUTS:
         with pytest.raises(GeometryError):
-            LatentKvCache.with_capacity(**arguments, layout=layout)
+            latent_cache(**arguments, layout=layout)
     assert host_memory()["live_buffers"] == before["live_buffers"]
 
 
 def test_a_row_of_more_dims_than_an_array_takes_is_refused():
-    assert LatentKvCache.with_capacity(1, 2, [(1,) * 7], "f32").slot_trailing(0) == (1,) * 7
+    assert latent_cache(1, 2, [(1,) * 7], "f32").slot_trailing(0) == (1,) * 7
     for rank in (8, 9, 20):
         for layout in LAYOUTS:
             with pytest.raises(GeometryError, match=r"slot 0 \(slot0\).*at most 7"):
-                LatentKvCache.with_capacity(1, 2, [(1,) * rank], "f32", layout=layout)
+                latent_cache(1, 2, [(1,) * rank], "f32", layout=layout)
 
 
 def test_two_slots_of_one_name_are_refused():
     with pytest.raises(GeometryError, match="distinct names"):
-        LatentKvCache.with_capacity(1, 4, slots=[SlotSpec("k", (2,)), SlotSpec("k", (3,))])
+        latent_cache(1, 4, slots=[SlotSpec("k", (2,)), SlotSpec("k", (3,))])
 
 
 WRONG_TYPES = [
@@ -126,7 +128,7 @@ WRONG_TYPES = [
 @pytest.mark.parametrize("wrong", WRONG_TYPES, ids=named)
 def test_arguments_of_a_wrong_type_are_refused(wrong):
     arguments = dict(n_layers=2, max_seq_len=4, slot_trailing=[(4,)], dtype="f32") | wrong
-    for make in (LatentKvCache.with_capacity, LatentKvCache.bytes_required):
+    for make in (latent_cache, LatentKvCache.bytes_required):
         with pytest.raises(ArgumentTypeError):
             make(**arguments)
 
@@ -134,23 +136,25 @@ def test_arguments_of_a_wrong_type_are_refused(wrong):
 @pytest.mark.parametrize("layers", [[2], [-1], [0, 2**64], range(1, 4)])
 def test_layers_out_of_range_are_refused(layers):
     with pytest.raises(LayerIndexError):
-        LatentKvCache.with_capacity(2, 4, [(4,)], layers=layers)
+        latent_cache(2, 4, [(4,)], layers=layers)
 
 
 @pytest.mark.parametrize("dtype", ["f12", "complex64", None, 4, float, np.uint16, np.dtype(">f4"), object])
 def test_an_unknown_dtype_is_refused(dtype):
     with pytest.raises(DTypeMismatchError, match="dtype: expected one of"):
-        LatentKvCache.with_capacity(1, 4, [(4,)], dtype)
+        latent_cache(1, 4, [(4,)], dtype)
     with pytest.raises(DTypeMismatchError):
         LatentKvCache.bytes_required(1, 4, [(4,)], dtype)
 
 
+@pytest.mark.host_only("names its device itself")
 @pytest.mark.parametrize("device", ["tpu", "cpu:1", "cuda:64", "CPU!", ""])
 def test_an_unknown_device_is_refused(device):
     with pytest.raises(DeviceUnavailableError):
         LatentKvCache.with_capacity(1, 4, [(4,)], "f32", device)
 
 
+@pytest.mark.host_only("names its device itself")
 @pytest.mark.parametrize("device", [None, 0, b"cpu", ["cpu"]])
 def test_a_device_of_a_wrong_type_is_refused(device):
     with pytest.raises(ArgumentTypeError, match="device"):
@@ -160,12 +164,13 @@ def test_a_device_of_a_wrong_type_is_refused(device):
 @pytest.mark.parametrize("layout", ["interleaved", None, 1, True, ["packed"]])
 def test_an_unknown_layout_is_refused(layout):
     with pytest.raises(ArgumentTypeError, match="layout: expected 'separate' or 'packed', got"):
-        LatentKvCache.with_capacity(1, 4, [(4,)], "f32", layout=layout)
+        latent_cache(1, 4, [(4,)], "f32", layout=layout)
 
 
 # ---- out of memory ----
 
 
+@pytest.mark.host_only("the limit is the host's")
 @every_layout
 @pytest.mark.parametrize("slots", ["one", "two", "three", "scalar"])
 def test_wherever_construction_fails_every_byte_comes_back(host_limit, slots, layout):
@@ -185,6 +190,7 @@ def test_wherever_construction_fails_every_byte_comes_back(host_limit, slots, la
     assert small(slots, layers=3, rows=4, layout=layout).nbytes == allowed
 
 
+@pytest.mark.host_only("the limit is the host's")
 @every_layout
 def test_while_the_error_is_being_handled_the_memory_is_back_already(host_limit, layout):
     start = host_memory()["live_bytes"]
@@ -197,6 +203,7 @@ def test_while_the_error_is_being_handled_the_memory_is_back_already(host_limit,
     assert cache.nbytes == 352
 
 
+@pytest.mark.host_only("the limit is the host's")
 @every_layout
 def test_when_repopulate_fails_the_cache_is_as_before(host_limit, unchanged, layout):
     cache = small(layout=layout)
@@ -319,7 +326,7 @@ def test_a_slot_out_of_range_is_refused(slot):
 
 
 def test_an_unpopulated_layer_is_refused(unchanged):
-    cache = LatentKvCache.with_capacity(2, 8, SLOT_SETS["two"], "f32", layers=[1])
+    cache = latent_cache(2, 8, SLOT_SETS["two"], "f32", layers=[1])
     for call in (lambda: cache.append(0, layer_rows(cache, 1)), lambda: cache.read(0), lambda: cache.note_write(0, 1),
                  lambda: cache.gather(0, [])):  # fmt: skip
         with unchanged(cache, UnpopulatedLayerError, "layer 0 holds no storage"):
@@ -446,7 +453,7 @@ def test_a_wrong_number_of_slots_is_refused(unchanged, inside):
 
 
 def test_append_layers_wants_as_many_layers_as_are_populated(unchanged):
-    cache = LatentKvCache.with_capacity(4, 8, SLOT_SETS["two"], "f32", layers=[1, 3])
+    cache = latent_cache(4, 8, SLOT_SETS["two"], "f32", layers=[1, 3])
     good = layer_rows(cache, 1)
     with cache.step(1) as step:
         for layers in ([], [good], [good] * 3, [good] * 4):
@@ -484,7 +491,7 @@ def test_an_array_on_another_device_is_refused(unchanged):
 
 def test_messages_say_what_was_expected_and_what_came():
     specs = [SlotSpec("c_kv", (512,)), SlotSpec("k_pe", (64,)), SlotSpec("gate", ())]
-    cache = LatentKvCache.with_capacity(1, 4, slots=specs, dtype="bf16")
+    cache = latent_cache(1, 4, slots=specs, dtype="bf16")
     good = layer_rows(cache, 1)
     cases = [
         (1, np.zeros((1, 64), np.float16), "append: slot 1 (k_pe): expected (n, 64) bfloat16, got (1, 64) float16; lkv "

@@ -5,12 +5,21 @@ import itertools
 import numpy as np
 import pytest
 from helpers.caches import pattern, same_rows
+from helpers.places import arrays_of, latent_cache, put_in
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from lkv import LatentKvCache
 from lkv.errors import CapacityError, IncompleteStepError
+
+pytestmark = pytest.mark.usefixtures("everywhere")
 
 CAPACITY, LAYERS = 7, 3
 SLOT_SETS = [[(5,)], [(5,), (3,)], [(4,), (2,), (3,)], [(2, 3), ()], [(i % 3 + 1,) for i in range(9)]]
@@ -32,7 +41,7 @@ class CacheVerbs(RuleBasedStateMachine):
     )
     def make(self, slots, layout, dtype, layers):
         self.seeds = itertools.count(1)
-        self.cache = LatentKvCache.with_capacity(LAYERS, CAPACITY, slots, dtype, layout=layout, layers=layers)
+        self.cache = latent_cache(LAYERS, CAPACITY, slots, dtype, layout=layout, layers=layers)
         self.layers = sorted(layers)
         self.ids = [self.cache.alloc_id]
         self.forget()
@@ -84,10 +93,10 @@ class CacheVerbs(RuleBasedStateMachine):
                     if how == "append" or (how == "mixed" and layer % 2):
                         step.append(layer, arrays)
                     else:
-                        for view, array in zip(step.reserve(layer).numpy(), arrays, strict=True):
-                            view[...] = array
+                        for view, array in zip(step.reserve(layer), arrays, strict=True):
+                            put_in(view, array)
                         step.note_write(layer)
-                    assert same_rows(step.view(layer).numpy(), self.arrays(self.rows[layer] + new[layer]))
+                    assert same_rows(arrays_of(step.view(layer)), self.arrays(self.rows[layer] + new[layer]))
         assert self.versions() == [version + 1 for version in before]
         for layer in self.layers:
             self.rows[layer] += new[layer]
@@ -177,13 +186,15 @@ class CacheVerbs(RuleBasedStateMachine):
     def gather(self, data):
         layer = data.draw(st.sampled_from(self.layers))
         chosen = data.draw(st.lists(st.integers(0, self.length - 1), max_size=6))
-        assert same_rows(self.cache.gather(layer, chosen), self.arrays([self.rows[layer][row] for row in chosen]))
+        assert same_rows(
+            arrays_of(self.cache.gather(layer, chosen)), self.arrays([self.rows[layer][row] for row in chosen])
+        )
 
     @rule(data=st.data())
     def read(self, data):
         layer = data.draw(st.sampled_from(self.layers))
         with self.cache.read(layer) as view:
-            assert same_rows(view.numpy(), self.arrays(self.rows[layer]))
+            assert same_rows(arrays_of(view), self.arrays(self.rows[layer]))
 
     @invariant()
     def everything_agrees(self):
@@ -201,11 +212,10 @@ class CacheVerbs(RuleBasedStateMachine):
             if populated:
                 with cache.read(layer) as view:
                     assert view.hi == self.length
-                    assert same_rows(view.numpy(), self.arrays(self.rows[layer]))
+                    assert same_rows(arrays_of(view), self.arrays(self.rows[layer]))
         assert f" {self.length}/{CAPACITY} rows," in repr(cache)
 
 
-TestCacheVerbs = CacheVerbs.TestCase
-TestCacheVerbs.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+def test_the_verbs_agree_with_plain_lists():
+    quiet = settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(CacheVerbs, settings=quiet)

@@ -5,13 +5,14 @@ import pickle
 import numpy as np
 import pytest
 from helpers.caches import LAYOUTS, SLOT_SETS, content, fill, layer_rows, populated, same_rows, small, snapshot
+from helpers.places import arrays_of, latent_cache, location, look, place
 
 import lkv
 from lkv import LatentKvCache, LatentSlot, Layout
 from lkv._storage import host_memory
-from lkv.devices import DeviceLocation
 from lkv.errors import IncompleteStepError
 
+pytestmark = pytest.mark.usefixtures("everywhere")
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
@@ -97,13 +98,13 @@ def test_clear_drops_the_memory_and_renews_the_identity(layout):
     cache = small(layout=layout)
     fill(cache, 4)
     identity = cache.alloc_id
-    kept = cache.read(1).numpy()
-    rows = [array.copy() for array in kept]
+    kept = cache.read(1)
+    rows = [array.copy() for array in arrays_of(kept)]
     cache.clear()
     assert cache.alloc_id > identity
     assert (cache.cached_len, cache.nbytes, populated(cache), list(cache.layers)) == (0, 0, [], [None, None])
     assert [cache.slot_version(layer, 0) for layer in range(2)] == [0, 0]
-    assert same_rows(kept, rows)
+    assert same_rows(arrays_of(kept), rows)
     with pytest.raises(lkv.errors.UnpopulatedLayerError):
         cache.append(0, layer_rows(cache, 1))
     del kept
@@ -114,11 +115,11 @@ def test_clear_drops_the_memory_and_renews_the_identity(layout):
 
 @every_layout
 def test_repopulate_gives_zeros_under_a_new_identity(layout):
-    cache = LatentKvCache.with_capacity(3, 8, SLOT_SETS["two"], "f32", layout=layout, layers=[0, 2])
+    cache = latent_cache(3, 8, SLOT_SETS["two"], "f32", layout=layout, layers=[0, 2])
     fill(cache, 4)
     identity, nbytes, where = cache.alloc_id, cache.nbytes, snapshot(cache)["where"]
-    kept = cache.read(2).numpy()
-    rows = [array.copy() for array in kept]
+    kept = cache.read(2)
+    rows = [array.copy() for array in arrays_of(kept)]
     for again in range(2):
         cache.repopulate()
         assert cache.alloc_id > identity
@@ -128,7 +129,7 @@ def test_repopulate_gives_zeros_under_a_new_identity(layout):
         assert [cache.slot_version(layer, s) for layer in range(3) for s in range(2)] == [0] * 6
         given = fill(cache, 8, seed=again)
         assert same_rows(content(cache, 2), given[2])
-    assert same_rows(kept, rows)
+    assert same_rows(arrays_of(kept), rows)
     assert snapshot(cache)["where"] != where
     cache.clear()
     cache.repopulate()
@@ -155,13 +156,13 @@ def test_the_identity_of_every_cache_is_its_own():
 
 
 def test_layers_tell_where_every_slot_is():
-    cache = LatentKvCache.with_capacity(2, 8, SLOT_SETS["rank2"], "bf16", layers=[1])
+    cache = latent_cache(2, 8, SLOT_SETS["rank2"], "bf16", layers=[1])
     assert (len(cache.layers), cache.layers[0], repr(cache.layers)) == (2, None, "Layers(1 of 2 populated)")
     first, second = cache.layers[1]
     assert isinstance(first, LatentSlot)
     assert first.storage == cache.slot_storage(1, 0) == cache.rebind_slot(1, 0)
     assert (first.layout, second.layout) == (Layout.contiguous((8, 2, 3)), Layout.contiguous((8, 5)))
-    assert (first.version, first.authority) == (0, DeviceLocation("cpu"))
+    assert (first.version, first.authority) == (0, location())
     fill(cache, 1)
     assert cache.layers[1][0].version == 1 == cache.slot_version(1, 0)
     assert cache.layers[0:2] == [None, cache.layers[1]]
@@ -174,7 +175,7 @@ def test_packed_slots_are_strided_pieces_of_one_storage():
     assert first.storage.shape == (8, 6)
     assert (first.layout, second.layout) == (Layout((8, 5), (6, 1), 0), Layout((8,), (6,), 5))
     given = fill(cache, 8)
-    flat = first.storage.alias().numpy().reshape(-1)
+    flat = look(first.storage.alias()).reshape(-1)
     for slot, array in zip(cache.layers[0], given[0], strict=True):
         at = sum(i * s for i, s in zip(np.indices(array.shape), slot.layout.strides, strict=True)) + slot.layout.offset
         assert np.array_equal(flat[at], array)
@@ -189,7 +190,7 @@ def test_every_slot_has_a_version_of_its_own():
 
 
 def test_out_of_range_bump_version_and_slot_storage_do_nothing():
-    cache = LatentKvCache.with_capacity(2, 4, SLOT_SETS["two"], "f32", layers=[1])
+    cache = latent_cache(2, 4, SLOT_SETS["two"], "f32", layers=[1])
     before = snapshot(cache)
     for layer, slot in ((-1, 0), (2, 0), (1, 2), (1, -1), (0, 0), (2**63, 0), (1, 2**64), (-(2**70), 0), (1, 2**32)):
         assert cache.bump_version(layer, slot) is None
@@ -198,17 +199,18 @@ def test_out_of_range_bump_version_and_slot_storage_do_nothing():
     assert snapshot(cache) == before
 
 
+@pytest.mark.host_only("9.2 GB of address space")
 def test_the_repr_tells_the_state():
-    cache = LatentKvCache.with_capacity(61, 131_072, [(512,), (64,)], "bf16")
+    cache = latent_cache(61, 131_072, [(512,), (64,)], "bf16")
     with cache.step(1024) as step:
         for layer in range(61):
             step.note_write(layer)
     assert repr(cache) == (
-        f"LatentKvCache(61 layers x 2 slots, 1024/131072 rows, bfloat16, cpu, alloc {int(cache.alloc_id)}, "
+        f"LatentKvCache(61 layers x 2 slots, 1024/131072 rows, bfloat16, {place()}, alloc {int(cache.alloc_id)}, "
         "72.0 MB of 9.2 GB)"
     )
-    stage = LatentKvCache.with_capacity(4, 8, [(2,)], "f32", layers=[1])
-    assert repr(stage).startswith("LatentKvCache(1 of 4 layers x 1 slots, 0/8 rows, float32, cpu, alloc ")
+    stage = latent_cache(4, 8, [(2,)], "f32", layers=[1])
+    assert repr(stage).startswith(f"LatentKvCache(1 of 4 layers x 1 slots, 0/8 rows, float32, {place()}, alloc ")
     assert repr(stage).endswith(", 0 B of 64 B)")
 
 
@@ -274,8 +276,9 @@ def test_a_cycle_of_a_cache_and_its_open_step_goes_whichever_is_cleared_first():
     assert host_memory()["live_buffers"] == before
 
 
+@pytest.mark.host_only("huge pages")
 def test_huge_pages_change_nothing_that_can_be_read():
-    cache = LatentKvCache.with_capacity(1, 2**12, [(512,), (64,)], "f32", huge_pages=True)
+    cache = latent_cache(1, 2**12, [(512,), (64,)], "f32", huge_pages=True)
     given = fill(cache, 100)
     assert same_rows(content(cache, 0), given[0])
     cache.wipe()

@@ -5,14 +5,14 @@ import copy
 import numpy as np
 import pytest
 from helpers.functional import live
+from helpers.places import address_of, anchor, location, look, place
+from hypothesis import HealthCheck, settings
 from hypothesis import given as over
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from lkv import DType, LazyKvCache, Storage
 from lkv._storage import View, host_memory
 from lkv.cache.branch import BranchLayer
-from lkv.devices import DeviceLocation
 from lkv.errors import (
     ArgumentTypeError,
     CapacityError,
@@ -23,22 +23,25 @@ from lkv.errors import (
     ShapeMismatchError,
 )
 
+pytestmark = pytest.mark.usefixtures("everywhere")
+
 HEADS, DIM = 2, 3
 
 
-def make(anchor=None, layers=2, rows=8, dtype="float32"):
-    return LazyKvCache(np.empty(0) if anchor is None else anchor, layers, rows, HEADS, DIM, dtype)
+def make(like=None, layers=2, rows=8, dtype="float32"):
+    return LazyKvCache(anchor() if like is None else like, layers, rows, HEADS, DIM, dtype)
 
 
 def kv(values, dtype="float32"):
     """Keys whose rows hold the values, and values ten more than that."""
-    rows = np.array(values, "f4").reshape(-1, 1, 1) * np.ones((1, HEADS, DIM), "f4")
-    return rows.astype(DType.of(dtype).numpy), (rows + 10 * (rows != 0)).astype(DType.of(dtype).numpy)
+    flat = np.repeat(np.array(values, "f4"), HEADS * DIM)
+    both = flat, flat + 10 * (flat != 0)
+    return tuple(array.astype(DType.of(dtype).numpy).reshape(len(values), HEADS, DIM) for array in both)
 
 
 def window(cache, layer=0):
     """One number per row, after a look that keys and values agree."""
-    k, v = (np.asarray(full).astype("f4")[:, 0, 0] for full in (cache.k_buffer_full(layer), cache.v_buffer_full(layer)))
+    k, v = (look(full).astype("f4")[:, 0, 0] for full in (cache.k_buffer_full(layer), cache.v_buffer_full(layer)))
     assert np.array_equal(v, k + 10 * (k != 0))
     return k.astype(int).tolist()
 
@@ -49,11 +52,12 @@ def test_keys_and_values_come_back(dtype):
     cache = make(dtype=dtype).append(1, k, v)
     assert cache.current_seq_len == 0 and cache.k(1).shape == (1, HEADS, DIM)
     cache = cache.advance_by(3)
-    assert cache.k(1).tobytes() == k.tobytes() and cache.v(1).tobytes() == v.tobytes()
-    assert cache.k(1).dtype == DType.of(dtype).numpy and not cache.k(0).astype("f4").any()
-    assert cache.v_buffer_full(1)[:3].tobytes() == v.tobytes() and cache.k_buffer_full(1).shape == (8, HEADS, DIM)
+    assert look(cache.k(1)).tobytes() == k.tobytes() and look(cache.v(1)).tobytes() == v.tobytes()
+    assert look(cache.k(1)).dtype == DType.of(dtype).numpy and not look(cache.k(0)).astype("f4").any()
+    assert look(cache.v_buffer_full(1))[:3].tobytes() == v.tobytes() and cache.k_buffer_full(1).shape == (8, HEADS, DIM)
 
 
+@pytest.mark.host_only("anchors of the host")
 def test_torch_anchors_get_tensors_and_lkv_anchors_views():
     torch = pytest.importorskip("torch")
     k, v = (torch.from_numpy(array) for array in kv([1, 2]))
@@ -66,11 +70,13 @@ def test_torch_anchors_get_tensors_and_lkv_anchors_views():
 def test_properties_and_repr_tell_the_geometry():
     cache = make(layers=3)
     assert (cache.n_layers, cache.max_seq_len, cache.n_kv_heads, cache.head_dim) == (3, 8, HEADS, DIM)
-    assert cache.dtype.name == "float32" and cache.device == DeviceLocation("cpu") and cache.current_seq_len == 0
+    assert cache.dtype.name == "float32" and cache.device == location() and cache.current_seq_len == 0
     assert cache.nbytes == 3 * 2 * 8 * HEADS * DIM * 4
-    assert repr(cache) == "LazyKvCache(3 layers x 2 slots, 0/8 rows, float32, cpu, numpy arrays, 1.2 kB)"
+    kind = "numpy arrays" if place() == "cpu" else "lkv arrays"
+    assert repr(cache) == f"LazyKvCache(3 layers x 2 slots, 0/8 rows, float32, {place()}, {kind}, 1.2 kB)"
 
 
+@pytest.mark.host_only("anchors of the host")
 @pytest.mark.parametrize("heads_and_dim", [(0, 1), (1, 0), (-1, 1), (1.0, 1), (True, 1)])
 def test_a_degenerate_row_is_refused(heads_and_dim):
     with pytest.raises((GeometryError, ArgumentTypeError), match=r"n_kv_heads|head_dim"):
@@ -140,7 +146,7 @@ def test_single_rows_wrap_round():
         cache = cache.append_rotating(0, *kv([position + 1]), position)
         if cache.current_seq_len < 3:
             cache = cache.advance_by(1)
-    assert window(cache) == [7, 8, 6] and np.asarray(cache.k(0))[:, 0, 0].tolist() == [7, 8, 6]
+    assert window(cache) == [7, 8, 6] and look(cache.k(0))[:, 0, 0].tolist() == [7, 8, 6]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
@@ -166,10 +172,10 @@ def test_rows_skipped_by_a_rotating_append_read_as_zeros():
 
 def test_a_window_turns_in_place_when_one_branch_has_it():
     cache = make(rows=4, layers=1).append(0, *kv([1, 2, 3, 4])).advance_by(4)
-    address, before = cache.k(0).ctypes.data, live()
+    address, before = address_of(cache.k(0)), live()
     for position in range(4, 20):
         cache = cache.append_rotating(0, *kv([position]), position)
-    assert cache.k(0).ctypes.data == address and live() == before and window(cache) == [16, 17, 18, 19]
+    assert address_of(cache.k(0)) == address and live() == before and window(cache) == [16, 17, 18, 19]
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -181,7 +187,7 @@ def test_turning_a_shared_window_leaves_the_other_branch_alone(first):
         branches[which] = branches[which].append_rotating(0, *kv([5 + which, 7 + which]), 7)
     for which in (0, 1):
         assert window(branches[which]) == [7 + which, 2, 3, 5 + which]
-        assert held[which][:, 0, 0].tolist() == [1, 2, 3, 4]
+        assert look(held[which])[:, 0, 0].tolist() == [1, 2, 3, 4]
 
 
 def test_turning_a_shared_window_copies_once():
@@ -212,7 +218,7 @@ OPS = st.sampled_from(["append", "rotate", "advance", "clone", "full"])
 STEP = st.tuples(st.integers(0, 3), OPS, st.integers(0, 4), st.integers(0, 9))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @over(st.lists(STEP, max_size=30))
 def test_any_program_agrees_with_plain_lists(program):
     before, rows = host_memory()["live_buffers"], 4
@@ -236,7 +242,7 @@ def test_any_program_agrees_with_plain_lists(program):
             assert window(cache) == model
         branches[which] = (cache, model)
         kept = max(cache.current_seq_len, 1)
-        assert np.asarray(cache.k(0))[:, 0, 0].tolist() == model[:kept]
+        assert look(cache.k(0))[:, 0, 0].tolist() == model[:kept]
     for cache, model in branches:
         assert window(cache) == model
     cache = None

@@ -1,5 +1,6 @@
 """Where appended rows come from: the cache itself, arrays that change behind the call, other threads at work."""
 
+import gc
 import time
 
 import numpy as np
@@ -141,9 +142,11 @@ def test_allocation_ids_are_never_used_twice():
             ids.append(int(cache.alloc_id))
         return ids
 
+    gc.collect()
     before = host_memory()["live_bytes"]
     made = [future.result(10 * PATIENCE) for future in [start(make, 50_000) for _ in range(2)]]
     assert all(ids == sorted(ids) for ids in made)
     assert len({*made[0], *made[1]}) == 100_000
     assert min(made[0] + made[1]) >= 1
+    gc.collect()
     assert host_memory()["live_bytes"] == before

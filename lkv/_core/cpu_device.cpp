@@ -166,6 +166,10 @@ void copy_2d(void *dst, std::size_t dst_pitch, const void *src, std::size_t src_
       stream_copy(to, from, width);
     return;
   }
+  if (to > from && dst_pitch == src_pitch) {  // they may overlap: the last run first
+    for (std::size_t i = height; i--;) std::memmove(to + i * dst_pitch, from + i * src_pitch, width);
+    return;
+  }
   for (; height; height--, to += dst_pitch, from += src_pitch) std::memmove(to, from, width);
 }
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <new>
 
 #include "cpu_device.hpp"
 #include "status.hpp"
@@ -31,9 +33,11 @@ bool contiguous_behind(const ArrayRef &array, int axis, std::int64_t itemsize) n
 
 // Element by element, whatever the strides; the destination is in C order.
 char *copy_elements(char *to, const char *from, const ArrayRef &array, int dim, std::int64_t itemsize) noexcept {
-  if (dim == array.ndim) {
-    std::memcpy(to, from, static_cast<std::size_t>(itemsize));
-    return to + itemsize;
+  if (contiguous_behind(array, dim - 1, itemsize)) {
+    std::int64_t nbytes = itemsize;
+    for (int i = dim; i < array.ndim; i++) nbytes *= array.shape[i];
+    std::memcpy(to, from, static_cast<std::size_t>(nbytes));
+    return to + nbytes;
   }
   const std::int64_t stride = stride_bytes(array, dim, itemsize);
   for (std::int64_t i = 0; i < array.shape[dim]; i++) to = copy_elements(to, from + i * stride, array, dim + 1, itemsize);
@@ -62,8 +66,9 @@ SlotTable::SlotTable(std::int64_t layers, std::int32_t slots, std::int64_t rows,
       places_(new SlotPlace[layers * slots]),
       written_(new std::atomic<std::int64_t>[layers]),
       busy_(new std::atomic<bool>[layers]),
+      whole_(new std::atomic<bool>[layers]),
       queue(new LeaseQueue) {
-  for (std::int64_t i = 0; i < layers; i++) written_[i] = 0, busy_[i] = false;
+  for (std::int64_t i = 0; i < layers; i++) written_[i] = 0, busy_[i] = false, whole_[i] = false;
 }
 
 SlotTable::~SlotTable() {
@@ -98,9 +103,13 @@ void SlotTable::place(std::int64_t layer, std::int32_t slot, lkv_buffer *buffer,
   place.row_stride = row_stride;
   place.own_version.store(0, std::memory_order_relaxed);
   place.version = shares ? &place.own_version : &buffer->version;
+  bool whole = true;
+  for (std::int32_t s = 0; s < n_slots; s++) whole &= at(layer, s).buffer != nullptr;
+  whole_[layer].store(whole, std::memory_order_release);
 }
 
 void SlotTable::drop(std::int64_t layer) noexcept {
+  whole_[layer].store(false, std::memory_order_release);
   for (std::int32_t slot = 0; slot < n_slots; slot++) {
     SlotPlace &place = at(layer, slot);
     if (lkv_buffer *buffer = place.buffer) {
@@ -147,7 +156,7 @@ bool SlotTable::check(std::int64_t layer, const ArrayRef *arrays, std::int64_t c
     if (!same && !host(array.device_type)) return refuse(fault, Fault::device, layer, s, 0, array.device_type);
     if (n < 0) n = array.shape[shape.axis];
     if (n < 0 || array.shape[shape.axis] != n) return refuse(fault, Fault::rows, layer, s, n, array.shape[shape.axis]);
-    if (!device->is_cpu() && !contiguous_behind(array, shape.axis, shape.itemsize))
+    if (!device->is_cpu() && n > 0 && !contiguous_behind(array, shape.axis, shape.itemsize))
       return refuse(fault, Fault::contiguity, layer, s, 0, 0);
   }
   *rows = n;
@@ -181,8 +190,11 @@ lkv_status SlotTable::write(std::uint64_t right, void *stream, std::int64_t laye
   lkv_status status = LKV_OK;
   if (rows > 0) {
     unwrite(layer, from);
-    for (std::int32_t s = 0; s < n_slots && status == LKV_OK; s++)
-      status = fill(shapes_[s], at(layer, s), from, arrays[s], rows, stream);
+    if (feeds_back(layer, arrays, rows))
+      status = fill_staged(layer, from, arrays, rows);
+    else
+      for (std::int32_t s = 0; s < n_slots && status == LKV_OK; s++)
+        status = fill(shapes_[s], at(layer, s), from, arrays[s], rows, stream);
     if (status == LKV_OK) note_written(layer, from + rows);
   }
   busy_[layer].store(false, std::memory_order_release);
@@ -209,6 +221,42 @@ void SlotTable::leave_read(std::int64_t hi) noexcept {
   if (queues_work(device)) queue->fences.leave(device, device->current_stream(), {{0, hi}, {}, queue->epoch()});
 }
 
+bool SlotTable::feeds_back(std::int64_t layer, const ArrayRef *arrays, std::int64_t rows) noexcept {
+  if (!device->is_cpu()) return false;  // copies on a device are ordered, and between rows that differ
+  for (std::int32_t s = 0; s < n_slots; s++) {
+    const char *const first = arrays[s].data;
+    const char *const last = first + (rows - 1) * stride_bytes(arrays[s], shapes_[s].axis, shapes_[s].itemsize);
+    for (std::int32_t t = 0; t < n_slots; t++) {
+      const lkv_buffer *const buffer = at(layer, t).buffer;
+      if (static_cast<std::size_t>(first - buffer->data) < buffer->nbytes ||
+          static_cast<std::size_t>(last - buffer->data) < buffer->nbytes)
+        return true;
+    }
+  }
+  return false;
+}
+
+// All arrays are read before any slot is written: a slot may be fed to another, and rows to their neighbours.
+lkv_status SlotTable::fill_staged(std::int64_t layer, std::int64_t from, const ArrayRef *arrays,
+                                  std::int64_t rows) noexcept {
+  std::int64_t nbytes = 0;
+  for (std::int32_t s = 0; s < n_slots; s++) nbytes += shapes_[s].outer * shapes_[s].run * rows;
+  std::unique_ptr<char[]> stage(new (std::nothrow) char[static_cast<std::size_t>(nbytes)]);
+  if (!stage) return fail(LKV_E_NOMEM, "out of memory for %lld bytes of rows that are fed back", static_cast<long long>(nbytes));
+  char *to = stage.get();
+  for (std::int32_t s = 0; s < n_slots; s++) to = copy_elements(to, arrays[s].data, arrays[s], 0, shapes_[s].itemsize);
+  lkv_status status = LKV_OK;
+  const char *staged = stage.get();
+  for (std::int32_t s = 0; s < n_slots && status == LKV_OK; s++) {
+    ArrayRef array = arrays[s];
+    array.data = staged;
+    array.strides = nullptr;
+    staged += shapes_[s].outer * shapes_[s].run * rows;
+    status = fill(shapes_[s], at(layer, s), from, array, rows, nullptr);
+  }
+  return status;
+}
+
 // What was there is being overwritten: until all slots are in, the layer counts as not written.
 void SlotTable::unwrite(std::int64_t layer, std::int64_t from) noexcept {
   if (written(layer) > from) written_[layer].store(from, std::memory_order_release);
@@ -218,7 +266,7 @@ void SlotTable::prepare(std::int64_t layer, std::int64_t from, std::int64_t rows
   unwrite(layer, from);
   for (std::int32_t s = 0; s < n_slots; s++) {
     SlotPlace &place = at(layer, s);
-    populate_ahead(place.buffer, from + rows, shapes_[s].outer, place.outer_stride, place.row_stride);
+    populate_ahead(place.buffer, from, from + rows, shapes_[s].outer, place.outer_stride, place.row_stride);
   }
 }
 
@@ -249,7 +297,7 @@ lkv_status SlotTable::fill(const SlotShape &shape, const SlotPlace &place, std::
   lkv_buffer *const buffer = place.buffer;
   if (rows == 1 && shape.outer == 1 && device->is_cpu() && contiguous_behind(array, shape.axis, shape.itemsize)) {
     // A decode token on the host, by far the most frequent: one run.
-    populate_ahead(buffer, at + 1, 1, 0, place.row_stride);
+    populate_ahead(buffer, at, at + 1, 1, 0, place.row_stride);
     std::memmove(place.base + at * place.row_stride, array.data, static_cast<std::size_t>(shape.run));
     return LKV_OK;
   }
@@ -258,7 +306,7 @@ lkv_status SlotTable::fill(const SlotShape &shape, const SlotPlace &place, std::
     n = rows - first;
     if (n > 1 && buffer->paged && at + rows > buffer->resident.load(std::memory_order_relaxed))
       n = std::min(n, std::max<std::int64_t>(fresh_piece / (shape.outer * shape.run), 1));
-    const bool fresh = populate_ahead(buffer, at + first + n, shape.outer, place.outer_stride, place.row_stride);
+    const bool fresh = populate_ahead(buffer, at + first, at + first + n, shape.outer, place.outer_stride, place.row_stride);
     status = copy_in(shape, place, at + first, array, first, n, fresh, stream);
   }
   return status;

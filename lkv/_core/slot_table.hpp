@@ -72,7 +72,8 @@ class SlotTable {
   // Zeros in all rows of a layer, and no poison. The caller holds the right to write them.
   lkv_status clear(std::int64_t layer, void *stream = nullptr) noexcept;
 
-  bool populated(std::int64_t layer) const noexcept { return places_[layer * n_slots].buffer != nullptr; }
+  // All of its slots are placed.
+  bool populated(std::int64_t layer) const noexcept { return whole_[layer].load(std::memory_order_acquire); }
   SlotPlace &at(std::int64_t layer, std::int32_t slot) noexcept { return places_[layer * n_slots + slot]; }
   const SlotShape &shape(std::int32_t slot) const noexcept { return shapes_[slot]; }
   std::int64_t written(std::int64_t layer) const noexcept { return written_[layer].load(std::memory_order_acquire); }
@@ -121,11 +122,14 @@ class SlotTable {
   lkv_status copy_in(const SlotShape &shape, const SlotPlace &place, std::int64_t at, const ArrayRef &array,
                      std::int64_t first, std::int64_t rows, bool fresh, void *stream) noexcept;
   void unwrite(std::int64_t layer, std::int64_t from) noexcept;
+  // Is one of the arrays part of what is about to be written?
+  bool feeds_back(std::int64_t layer, const ArrayRef *arrays, std::int64_t rows) noexcept;
+  lkv_status fill_staged(std::int64_t layer, std::int64_t at, const ArrayRef *arrays, std::int64_t rows) noexcept;
 
   std::unique_ptr<SlotShape[]> shapes_;
   std::unique_ptr<SlotPlace[]> places_;
   std::unique_ptr<std::atomic<std::int64_t>[]> written_;
-  std::unique_ptr<std::atomic<bool>[]> busy_;
+  std::unique_ptr<std::atomic<bool>[]> busy_, whole_;
   std::atomic<std::uint64_t> ticket_{0};
 
  public:

@@ -242,10 +242,11 @@ lkv_status adopt(lkv_buffer *buffer, LeaseQueue *queue) noexcept {
   return LKV_OK;
 }
 
-bool populate_ahead(lkv_buffer *buffer, std::int64_t hi, std::int64_t outer, std::int64_t outer_stride,
+bool populate_ahead(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi, std::int64_t outer, std::int64_t outer_stride,
                     std::int64_t row_stride) noexcept {
-  const std::int64_t from = buffer->resident.load(std::memory_order_relaxed);
-  if (hi <= from || !buffer->paged) return false;
+  const std::int64_t known = buffer->resident.load(std::memory_order_relaxed);
+  if (hi <= known || !buffer->paged) return false;
+  const std::int64_t from = std::max(known, lo);  // rows that were skipped get theirs when they are touched
   std::int64_t to = hi;
   if (!buffer->huge) {
     const std::int64_t ahead = std::clamp(hi * row_stride / ahead_share, ahead_least, ahead_most) / row_stride + 1;

@@ -26,7 +26,7 @@ struct lkv_buffer {
   std::uint64_t id = 0;
   std::atomic<std::uint64_t> version{0};
   std::atomic<std::int64_t> claimed{0};
-  std::atomic<std::int64_t> resident{0};  // rows known to have pages
+  std::atomic<std::int64_t> resident{0};  // rows that have pages, or are not worth asking for any
   std::atomic<lkv::LeaseQueue *> queue{nullptr};
   std::atomic<std::uint32_t> epoch{1};
   void (*deleter)(void *context) = nullptr;
@@ -79,9 +79,9 @@ lkv_status clear_rows(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi, void
 // The same without a lease: on the device's side, ordered all the same.
 lkv_status clear_ordered(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi) noexcept;
 
-// Gives rows [0, hi) and some more pages, before they are written: a fault on each page costs six times the write.
+// Gives rows [lo, hi) and some more pages, before they are written: a fault on each page costs six times the write.
 // The rows are `outer` runs, `outer_stride` bytes apart, with rows `row_stride` bytes apart. True: some had none.
-bool populate_ahead(lkv_buffer *buffer, std::int64_t hi, std::int64_t outer, std::int64_t outer_stride,
+bool populate_ahead(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi, std::int64_t outer, std::int64_t outer_stride,
                     std::int64_t row_stride) noexcept;
 
 // Are there bytes of [offset, offset + nbytes), about to be written, that may have no pages yet?

@@ -139,6 +139,21 @@ cdef object borrow_exchanged(object array, ExchangeAPI *api, bint lazy, ArrayRef
     return None
 
 
+cdef object keep_memory(object array, object kept, ArrayRef *ref):
+    """What keeps an array's memory, not only the array: a library may give a tensor other memory later."""
+    cdef Borrowed owned
+    cdef ExchangeAPI *api = NULL
+    if kept is None and not cnp.PyArray_Check(array) and not isinstance(array, View):
+        api = find_exchange(type(array))
+    if api == NULL:
+        return array, kept
+    owned = Borrowed.__new__(Borrowed)
+    if api.managed_tensor_from_py_object_no_sync(<void *>array, &owned.versioned) != 0:
+        propagate()
+    set_exchanged(ref, &owned.versioned.dl_tensor)
+    return owned
+
+
 @cython.final
 cdef class Borrowed:
     """Keeps what stands behind an ArrayRef until the call is over."""

@@ -11,6 +11,7 @@ cdef void *checked_malloc(size_t nbytes) except NULL:
 cdef inline object borrow_all(SlotTable cache, tuple slots, ArrayRef *refs, str what):
     """Describes one array per slot; returns what to keep, beside the slots, until they have been copied."""
     cdef object kept = None, one
+    cdef ArrayRef again
     cdef Py_ssize_t i
     for i in range(cache.table.n_slots):
         if borrow_known(<object>PyTuple_GET_ITEM(slots, i), &refs[i]):
@@ -21,6 +22,10 @@ cdef inline object borrow_all(SlotTable cache, tuple slots, ArrayRef *refs, str 
             raise_borrow(cache, i, what, error)
         if one is not None:
             kept = (kept, one)
+    if kept is not None:  # code of the arrays ran, and may have moved what others had been asked for before
+        for i in range(cache.table.n_slots):
+            if borrow_known(<object>PyTuple_GET_ITEM(slots, i), &again):
+                refs[i] = again
     return kept
 
 

@@ -38,7 +38,8 @@ cdef class Step:
         """Nobody writes for the step any more: who does in another thread is waited for."""
         cdef Table *table = self.cache.table
         table.close()
-        if table.writing():
+        # A child of fork() does not have the thread that would be waited for.
+        if not table.queue.forked() and table.writing():
             with nogil:
                 while table.writing():
                     yield_thread()

@@ -39,6 +39,8 @@ cdef class Storage:
     def wrap(array, *, axis=0, readonly=None):
         """Make a storage over an array's own host memory, which it keeps alive.
 
+        The garbage collector does not look into it: an array that refers back to its storage keeps both for ever.
+
         Parameters
         ----------
         array : array
@@ -65,13 +67,17 @@ cdef class Storage:
             raise errors.ShapeMismatchError("array: a lazily negated view has no memory of its own; resolve it first")
         if readonly is None:
             readonly = not is_writable(array, kept)
+        owner = keep_memory(array, kept, &ref)
         adopt_memory(storage, <void *>ref.data, tuple([ref.shape[i] for i in range(ref.ndim)]), dtype, axis, readonly,
-                     (array, kept))
+                     owner)
         return storage
 
     @staticmethod
     def from_address(address, shape, dtype="uint8", *, owner=None, axis=0, readonly=False):
-        """Make a storage over host memory at an address, which must stay valid as long as `owner` lives."""
+        """Make a storage over host memory at an address, which must stay valid as long as `owner` lives.
+
+        The garbage collector does not look into it: an owner that refers back to its storage keeps both for ever.
+        """
         cdef Storage storage = Storage.__new__(Storage)
         address = layout.check_count(address, "address", 1)
         adopt_memory(storage, <void *><size_t>address, shape, dtypes.DType.of(dtype), axis, readonly, owner)
@@ -339,41 +345,52 @@ cdef class Storage:
 cdef int make(Storage storage, object shape, object dtype, object axis, lkv_device *device,
               uint32_t flags) except -1:
     cdef lkv_buffer_desc desc
-    describe(storage, &desc, shape, dtype, axis)
+    cdef lkv_buffer *buffer
+    cdef tuple described = describe(&desc, shape, dtype, axis)
     desc.device = device
     desc.flags |= flags
-    cdef lkv_status status = create(&desc, &storage.buffer)
+    cdef lkv_status status = create(&desc, &buffer)
     if status != LKV_OK:
         raise_status(status, "", desc.rows * desc.row_bytes, device)
+    return fill(storage, buffer, described)
+
+
+cdef int fill(Storage storage, lkv_buffer *buffer, tuple described) except -1:
+    """Puts a buffer and its shape into a storage, together; takes the reference."""
+    if storage.buffer != NULL:  # an argument's own code was here first
+        (<Buffer *>buffer).release()
+        raise TypeError("a Storage cannot be initialised twice")
+    storage.shape, storage.axis = described
+    storage.buffer = buffer
     return 0
 
 
-cdef int describe(Storage storage, lkv_buffer_desc *desc, object shape, object dtype, object axis) except -1:
+cdef tuple describe(lkv_buffer_desc *desc, object shape, object dtype, object axis):
     dims = layout.check_dims(shape if hasattr(shape, "__iter__") else (shape,), "shape", 1)
     if not 1 <= len(dims) <= 8:
         raise errors.GeometryError(f"shape: expected 1 to 8 dims, got {len(dims)}", actual=len(dims))
     nbytes = layout.checked_product((*dims, dtype.itemsize), "shape")
-    storage.shape = dims
-    storage.axis = layout.check_index(axis, len(dims), "axis")
+    along = layout.check_index(axis, len(dims), "axis")
     memset(desc, 0, sizeof(desc[0]))
     desc.struct_size = sizeof(desc[0])
-    desc.rows = dims[storage.axis]
+    desc.rows = dims[along]
     desc.row_bytes = nbytes // desc.rows
     desc.dtype = dtype.code
-    if math.prod(dims[:storage.axis]) > 1:
+    if math.prod(dims[:along]) > 1:
         desc.flags = LKV_STRIDED_ROWS
-    return 0
+    return dims, along
 
 
 cdef int adopt_memory(Storage storage, void *data, object shape, object dtype, object axis, bint readonly,
                       object owner) except -1:
     cdef lkv_buffer_desc desc
-    describe(storage, &desc, shape, dtype, axis)
+    cdef lkv_buffer *buffer
+    cdef tuple described = describe(&desc, shape, dtype, axis)
     if readonly:
         desc.flags |= LKV_READ_ONLY_MEMORY
-    check(wrap(&desc, data, drop_owner, <void *>owner, &storage.buffer), "array")
+    check(wrap(&desc, data, drop_owner, <void *>owner, &buffer), "array")
     Py_INCREF(owner)
-    return 0
+    return fill(storage, buffer, described)
 
 
 cdef Storage storage_of(Buffer *buffer):

@@ -193,7 +193,7 @@ def as_view(array):
     """Return a read-only view over an array's own memory, whatever its library; nothing is copied."""
     cdef ArrayRef ref
     kept = borrow(array, &ref)
-    return borrowed_view(&ref, (array, kept))
+    return borrowed_view(&ref, keep_memory(array, kept, &ref))
 
 
 cdef dict export_options(object array):
@@ -404,5 +404,7 @@ def gather_rows(View view not None, axis, rows):
 
 def rows_beside(SlotTable cache not None, LayerRows rows not None, layer, hi=None):
     """Return the same rows of another layer under the lease that `rows` holds; those before `hi`, if given."""
+    if rows.lease == NULL:
+        raise TypeError("the rows were never leased")
     cdef int64_t end = rows.hi if hi is None else min(max(<int64_t>hi, rows.lo), rows.hi)
     return make_rows(cache, cache.layer_index(layer), rows.lease, rows.lo, end, True, False)

@@ -2,6 +2,7 @@
 
 cdef enum:
     STACK_SLOTS = 8            # more slots than this take their array descriptions from the heap
+    MOST_PLACES = 1 << 26
     RELEASE_GIL_FROM = 65536   # bytes; below, giving the GIL away costs more than the copy
 
 
@@ -20,6 +21,10 @@ cdef class SlotTable:
         """Fix the geometry, once; `shapes` are ``(dims, axis)`` of what an append hands to each slot."""
         if self.table != NULL:
             raise TypeError("a cache cannot be initialised twice")
+        if n_layers * len(slots) > MOST_PLACES:
+            raise errors.GeometryError(f"n_layers: expected at most {MOST_PLACES // len(slots)} with {len(slots)} "
+                                       f"slots, got {n_layers}", actual=n_layers)
+        cdef list storages = [None] * (n_layers * len(slots))
         cdef Table *table = new Table(n_layers, len(slots), max_seq_len, find_device(device))
         try:
             describe_slots(self, table, slots, shapes, dtype)
@@ -28,7 +33,7 @@ cdef class SlotTable:
             raise
         self.slots = tuple(slots)
         self.dtype = dtype
-        self.storages = [None] * (n_layers * len(slots))
+        self.storages = storages
         self.table = table
 
     def __dealloc__(self):
@@ -281,8 +286,9 @@ cdef class SlotTable:
         if count < 1:
             raise errors.GeometryError(f"n: expected at least 1, got {count}", actual=count)
         self.held()
-        self.check_room("step", self.table.queue.length() if timeout == 0 else 0, count)
-        return open_step(self, count, as_timeout(timeout))
+        cdef int64_t timeout_ns = as_timeout(timeout)
+        self.check_room("step", self.table.queue.length() if timeout_ns == 0 else 0, count)
+        return open_step(self, count, timeout_ns)
 
     def read(self, layer, timeout=None):
         """Lease the published rows of one layer for reading.
@@ -347,6 +353,7 @@ cdef class SlotTable:
         """Put a slot of a layer into a storage, which from now on is leased with the whole cache."""
         cdef int64_t index = self.layer_index(layer)
         cdef int64_t which = layout.check_index(slot, self.table.n_slots, "slot")
+        check_extent(self.table, <int32_t>which, held(storage), offset, outer_stride, row_stride)
         with cython.critical_section(self):
             check(adopt(<lkv_buffer *>held(storage), self.held().queue), "storage")
             self.table.place(index, <int32_t>which, storage.buffer, offset, outer_stride, row_stride, shares)
@@ -420,6 +427,19 @@ cdef class SlotTable:
         """Wait to be alone in moving the length and to write rows ``[0, rows)``; a context manager."""
         self.held()
         return take_turn(self, exclusive_of, rows, as_timeout(timeout), what)
+
+
+cdef int check_extent(Table *table, int32_t slot, Buffer *buffer, int64_t offset, int64_t outer_stride,
+                      int64_t row_stride) except -1:
+    """The last guard of the memory, whatever a subclass says of its storage."""
+    cdef const SlotShape *shape = &table.shape(slot)
+    cdef int64_t outer = shape.outer, run = shape.run
+    end = offset + (outer - 1) * outer_stride + (table.capacity - 1) * row_stride + run
+    if (offset < 0 or outer_stride < 0 or row_stride < run or buffer.rows != table.capacity
+            or end > <int64_t>buffer.nbytes):
+        raise errors.GeometryError(f"storage: expected {table.capacity} rows and {end} bytes, got {buffer.rows} and "
+                                   f"{buffer.nbytes}", expected=end, actual=buffer.nbytes)
+    return 0
 
 
 cdef int describe_slots(SlotTable cache, Table *table, object slots, object shapes, object dtype) except -1:

@@ -380,6 +380,8 @@ def bits(array, dtype):
     found = dtypes.DType.of(dtype)
     if isinstance(array, (list, memoryview, bytearray)):
         array = numpy.asarray(array)
+    if isinstance(array, Bits):
+        array = (<Bits>array).array
     kept = borrow(array, &ref)
     if ref.dl_bits != found.dl_bits:
         raise errors.DTypeMismatchError(f"bits: expected elements of {found.itemsize} bytes for {found}, got "

@@ -168,14 +168,13 @@ class KvCache(PersistentCache):
             self._check_layer(layer, kv, rows, dtype, device)
             for storage in (kv.k, kv.v):
                 self._adopt(storage, "set_layer")  # the last that can fail
-            with self._changing:
+            with self._changing, self._new_id():
+                self._location = None
                 if fixes:
                     self._rebase(rows, self._shapes(), dtype, device)
                 for slot, storage in enumerate((kv.k, kv.v)):
                     self._place(layer, slot, storage, 0, *self._strides(), shares=False)
                 self._note(layer)
-                self._location = None
-                self._alloc_id = AllocId.next()
 
     def _check_layer(self, layer: int, kv: KvLayer, rows: int, dtype: DType, device: DeviceLocation) -> None:
         shape = (1, self._heads, rows, self._head_dim)

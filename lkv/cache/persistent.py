@@ -79,6 +79,7 @@ class PersistentCache(SlotTable):
     def _start(self, location: DeviceLocation, populate: Iterable[int]) -> None:
         self._home = location
         self._populate = frozenset(populate)
+        self._alloc_id = AllocId.next()
         self._put(self._allocate())
 
     def _allocate(self) -> dict[int, list[Place]]:
@@ -89,7 +90,18 @@ class PersistentCache(SlotTable):
             for slot, place in enumerate(places):
                 self._place(layer, slot, *place, shares=self.n_slots > 1 and place[0] is places[slot - 1][0])
         self._location = self._home
+
+    @contextmanager
+    def _new_id(self) -> Iterator[None]:
+        """Change storages under a new id: from the start, so that an interrupt leaves no new memory under the old one.
+
+        And again at the end: who took the id in between did not see the memory that it stands for.
+        """
         self._alloc_id = AllocId.next()
+        try:
+            yield
+        finally:
+            self._alloc_id = AllocId.next()
 
     def _empty(self, keep: Container[int] = ()) -> None:
         # The length goes first: who looks in meanwhile finds no rows, never those of a storage that is leaving.
@@ -146,9 +158,8 @@ class PersistentCache(SlotTable):
         LeaseTimeoutError
             If that step was not over in time.
         """
-        with self._turn(0, "clear", timeout), self._changing:
+        with self._turn(0, "clear", timeout), self._changing, self._new_id():
             self._empty()
-            self._alloc_id = AllocId.next()
 
     def repopulate(self, timeout: float | None = None) -> None:
         """Allocate the layers again, full of zeros, under a new allocation id.
@@ -169,7 +180,7 @@ class PersistentCache(SlotTable):
         """
         with self._turn(0, "repopulate", timeout):
             fresh = self._allocate()
-            with self._changing:
+            with self._changing, self._new_id():
                 self._empty(keep=fresh)
                 self._put(fresh)
 

@@ -2,7 +2,9 @@
 
 import numpy as np
 
-from lkv import DType, LatentKvCache
+from lkv import DType
+
+from .places import arrays_of, latent_cache, look
 
 # One, two and three unlike slots; a rank-2 slot, a scalar per token, and more slots than the stack path takes.
 SLOT_SETS = {
@@ -18,7 +20,7 @@ LAYOUTS = ["separate", "packed"]
 
 def small(slots="two", *, layers=2, rows=8, dtype="float32", layout="separate", **more):
     trailing = SLOT_SETS[slots] if isinstance(slots, str) else slots
-    return LatentKvCache.with_capacity(layers, rows, trailing, dtype, layout=layout, **more)
+    return latent_cache(layers, rows, trailing, dtype, layout=layout, **more)
 
 
 def pattern(shape, dtype="float32", seed=0):
@@ -50,7 +52,7 @@ def fill(cache, n, seed=0):
 def content(cache, layer):
     """Copies of the published rows of a layer."""
     with cache.read(layer) as view:
-        return [array.copy() for array in view.numpy()]
+        return [array.copy() for array in arrays_of(view)]
 
 
 def same_rows(actual, expected):
@@ -68,7 +70,7 @@ def snapshot(cache):
         for slot in range(cache.n_slots):
             storage = cache.slot_storage(layer, slot)
             if storage is not None:
-                storages[storage.id] = (storage.version, storage.poisoned, storage.alias().numpy().tobytes())
+                storages[storage.id] = (storage.version, storage.poisoned, look(storage.alias()).tobytes())
     return {
         "geometry": (cache.max_seq_len, cache.dtype, cache.device_location, cache.alloc_id, cache.nbytes),
         "lengths": (cache.cached_len, [cache.written_len(layer) for layer in range(cache.n_layers)]),

@@ -7,12 +7,15 @@ import numpy as np
 from lkv import LatentCache
 from lkv._storage import host_memory
 
+from .places import anchor as here
+from .places import look
+
 TRAILING = [(4,), (2,), ()]
 ROWS = 8
 
 
 def make(anchor=None, layers=2, rows=ROWS, trailing=TRAILING, dtype="float32", **more):
-    return LatentCache(np.empty(0) if anchor is None else anchor, layers, rows, trailing, dtype, **more)
+    return LatentCache(here() if anchor is None else anchor, layers, rows, trailing, dtype, **more)
 
 
 def given(cache, n, value):
@@ -29,14 +32,14 @@ def put(cache, n, value, advance=True):
 
 def column(cache, layer=0, slot=0):
     """The first element of every row of the whole buffer."""
-    full = np.asarray(cache.slot_buffer_full(layer, slot))
+    full = look(cache.slot_buffer_full(layer, slot))
     return full.reshape(len(full), -1)[:, 0].tolist()
 
 
 def bytes_of(cache):
     """Every byte of every buffer, claimed or not, without claiming anything."""
     return [
-        layer.buffers.view(slot, cache.max_seq_len).numpy().tobytes()
+        look(layer.buffers.view(slot, cache.max_seq_len)).tobytes()
         for layer in cache._layers
         for slot in range(cache.n_slots)
     ]

@@ -221,7 +221,7 @@ void released_rows_are_zeros_and_only_those() {
     std::memset(info(buffer).data, 7, rows * row_bytes);
     api.lease_release(lease);
     const int lo = random.below(rows + 1), hi = lo + random.below(rows + 1 - lo);
-    lkv::populate_ahead(buffer, hi, 1, 0, row_bytes);
+    lkv::populate_ahead(buffer, 0, hi, 1, 0, row_bytes);
     CHECK_OK(api.buffer_release_rows(buffer, lo, hi));
     const auto *data = static_cast<const char *>(info(buffer).data);
     for (std::int64_t byte = 0; byte < rows * row_bytes; byte += 1 + random.below(50)) {
