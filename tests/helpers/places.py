@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lkv import KvCache, KvLayer, LatentKvCache, Storage
+from lkv import KvCache, KvLayer, LatentKvCache, Storage, View
 from lkv.devices import DeviceLocation
 
 from .cuda import device_bytes, on_host
@@ -46,8 +46,8 @@ def new_storage(*args, **more):
 
 def look(view):
     """Return the elements of a view or an array: where the host reaches them in place, else as a copy."""
-    if isinstance(view, np.ndarray):
-        return view
+    if not isinstance(view, View):
+        return np.asarray(view)
     if view.host_accessible:
         return view.numpy()
     if not view.shape:  # there are no storages of no dims to copy it to
