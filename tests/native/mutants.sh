@@ -12,9 +12,9 @@ survivors=0
 printf '%s\n' "$core"/*.cpp |
     xargs -P "$(nproc)" -I{} sh -c '"$@" -c {} -o "$0/$(basename {} .cpp).o"' "$work/whole" "${compile[@]}"
 
-# what goes wrong, the file, an edit of sed, the test that must notice
+# what goes wrong, the file, an edit of sed, the test that must notice, the unit to compile if the file is a header
 mutant() {
-    local what=$1 file=$2 edit=$3 test=$4
+    local what=$1 file=$2 edit=$3 test=$4 unit=${5:-${2%.*}}
     rm -rf "$work/core" "$work/objects"
     cp -r "$core" "$work/core"
     sed -i -e "$edit" "$work/core/$file"
@@ -22,7 +22,7 @@ mutant() {
         echo "no such place: $what" && survivors=$((survivors + 1)) && return
     fi
     cp -r "$work/whole" "$work/objects"
-    "${compile[@]}" -I"$work/core" -c "$work/core/${file%.*}.cpp" -o "$work/objects/${file%.*}.o"
+    "${compile[@]}" -I"$work/core" -c "$work/core/$unit.cpp" -o "$work/objects/$unit.o"
     "${compile[@]}" -I"$work/core" "$test.cpp" "$work/objects"/*.o -o "$work/mutated"
     for _ in 1 2 3 4 5 6; do # some are a matter of luck, and a busy machine has less of it
         (timeout 10 "$work/mutated" || exit 1) >/dev/null 2>&1 || { echo "caught    $what ($test)" && return; }
@@ -32,8 +32,8 @@ mutant() {
 
 mutant "a request overtakes those that wait" lease_queue.cpp \
     's/if (!p->conflicts(request)) continue;/if (!p->held() || !p->conflicts(request)) continue;/' model_queue
-mutant "rows that overlap by one do not conflict" lease_queue.hpp \
-    's/std::max(lo, other.lo) < std::min/std::max(lo, other.lo) + 1 < std::min/' stress_queue
+mutant "rows that overlap by one do not conflict" span.hpp \
+    's/std::max(lo, other.lo) < std::min/std::max(lo, other.lo) + 1 < std::min/' stress_queue lease_queue
 mutant "a withdrawn request leaves those behind it waiting" lease_queue.cpp \
     '/^bool LeaseQueue::withdraw/,/^}/s/promote();//' test_queue
 mutant "a release leaves those behind it waiting" lease_queue.cpp \
