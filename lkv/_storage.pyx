@@ -85,6 +85,11 @@ def c_api_address():
     return <size_t>&core_api
 
 
+def fork_generation():
+    """Return a number that is another one in a child of `os.fork`."""
+    return process_generation()
+
+
 def host_memory():
     """Return what storages take of host memory, as a dict: ``live_bytes``, ``live_buffers``, ``limit``, ``free``."""
     return {"live_bytes": live_bytes(), "live_buffers": live_buffers(), "limit": cpu_limit(), "free": free_bytes()}

@@ -1,6 +1,7 @@
 """Interrupts, threads and arguments with code of their own, at the moments when storages change."""
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -11,7 +12,7 @@ import pytest
 
 import lkv
 from lkv import KvCache, KvLayer, LatentKvCache, Storage
-from lkv.errors import GeometryError, UnpopulatedLayerError
+from lkv.errors import ForkedError, GeometryError, UnpopulatedLayerError
 
 
 def beside(churn, use, seconds=1.0):
@@ -62,6 +63,8 @@ def test_a_layer_is_seen_whole_or_not_at_all_while_it_is_set():
     beside(churn, lambda: cache.read(0).release())
 
 
+# The interrupt may land in a callback that another library has hung into the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_never_leaves_other_memory_under_the_same_id():
     cache = LatentKvCache.with_capacity(200, 16, [(4,), (2,)], "f32")
 
@@ -164,3 +167,20 @@ def test_bits_of_bits_are_bits_of_the_array():
     array = np.zeros((2, 4), "u2")
     nested = lkv.bits(lkv.bits(array, "bfloat16"), "float16")
     assert nested.array is array and str(nested.dtype) == "float16"
+
+
+def test_a_child_refuses_a_functional_cache_that_another_thread_was_in():
+    cache = lkv.LatentCache(np.empty(0), 1, 8, [(4,)], "f32")
+    with cache._lock:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                threading.Thread(target=lambda: None).start()
+                cache.slot(0, 0)
+            except ForkedError:
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert cache.slot(0, 0).shape == (1, 4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import RLock
 from typing import Any, Self, SupportsIndex
 
 from lkv._storage import LayerBuffers
@@ -15,6 +14,7 @@ from lkv.devices import DeviceLocation
 from lkv.dtypes import DType
 from lkv.errors import CapacityError, ConsumedError
 from lkv.layout import SlotSpec, check_count, check_index, slot_specs
+from lkv.locks import ProcessLock
 
 __all__ = ["Geometry", "LatentCache"]
 
@@ -90,7 +90,7 @@ class LatentCache:
     _layers: list[BranchLayer] | None  # None: consumed
     _shared: bool  # other branches have this list too: it must not be changed, and its rows are frozen
     _keeps_tails: bool  # of the branches that have it, this is the one to which rows claimed ahead belong
-    _lock: RLock
+    _lock: ProcessLock
 
     def __new__(cls, anchor: Any = None, *args: Any, **more: Any) -> LatentCache:
         """Make an object of the class that suits the anchor."""
@@ -122,7 +122,7 @@ class LatentCache:
         self._position = position
         self._shared = shared
         self._keeps_tails = keeps_tails
-        self._lock = RLock()  # re-entrant: a signal handler may look at the cache too
+        self._lock = ProcessLock()  # re-entrant: a signal handler may look at the cache too
 
     @property
     def current_seq_len(self) -> int:

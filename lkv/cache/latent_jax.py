@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import RLock
 from typing import Any, Self, SupportsIndex
 
 import jax
@@ -28,6 +27,7 @@ from lkv.errors import (
     ShapeMismatchError,
 )
 from lkv.layout import SlotSpec, check_count, check_index, checked_product, slot_specs
+from lkv.locks import ProcessLock
 
 __all__ = ["JaxLatentCache"]
 
@@ -107,7 +107,7 @@ class JaxLatentCache(LatentCache):
         self, buffers: tuple[tuple[Any, ...], ...], position: Any, ahead: tuple[int, ...], mine: frozenset[int]
     ) -> None:
         self._buffers, self._position, self._ahead, self._mine = buffers, position, ahead, mine
-        self._lock = RLock()
+        self._lock = ProcessLock()
 
     @property
     def current_seq_len(self) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from threading import RLock
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -25,6 +24,7 @@ from lkv.errors import (
 )
 from lkv.ids import AllocId
 from lkv.layout import Layout, check_count, check_index
+from lkv.locks import ProcessLock
 
 __all__ = ["PersistentCache", "human_bytes", "layer_set"]
 
@@ -52,12 +52,12 @@ class PersistentCache(SlotTable):
     _location: DeviceLocation | None  # as far as it can be proven
     _home: DeviceLocation | None  # where repopulate() allocates
     _populate: frozenset[int]
-    _changing: AbstractContextManager[bool]  # held while storages and id disagree; a leaf, taken after a turn
+    _changing: AbstractContextManager[None]  # held while storages and id disagree; a leaf, taken after a turn
 
     def __new__(cls, *_: object, **__: object) -> Self:
         """Make an object without geometry, for the class methods to fill."""
         cache = super().__new__(cls)
-        cache._changing = RLock()
+        cache._changing = ProcessLock()
         return cache
 
     def __init__(self, *_: object, **__: object) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from threading import Lock
 from typing import Any
 
 from lkv._storage import Storage
 from lkv.devices import DeviceLocation, resolve
 from lkv.errors import ArgumentTypeError, DeviceMismatchError
+from lkv.locks import ProcessLock
 from lkv.plan.session import DecodeSession
 
 __all__ = ["InferenceContext"]
@@ -34,7 +34,7 @@ class InferenceContext:
         self._device = resolve(device)
         self._storages: dict[Hashable, Storage] = {}
         self._session: DecodeSession | None = None
-        self._lock = Lock()
+        self._lock = ProcessLock()
 
     @property
     def device(self) -> DeviceLocation:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from threading import RLock
 from typing import Any
 
 from lkv._storage import Storage
@@ -11,6 +10,7 @@ from lkv.devices import DeviceLocation
 from lkv.dtypes import DType
 from lkv.errors import ArgumentTypeError, PoisonedError
 from lkv.layout import as_int, check_count
+from lkv.locks import ProcessLock
 from lkv.plan.allocation import Allocation, take
 from lkv.plan.compare import Refusal, refusal
 from lkv.plan.protocol import Plan
@@ -60,7 +60,7 @@ class DecodeSession:
         self._seq = check_count(seq, "seq", 1)
         self._shape_key = as_int(shape_key, "shape_key")
         self._plan = plan
-        self._lock = RLock()
+        self._lock = ProcessLock()
         self._mixed: Allocation | None = None
         self._baked = take(source)
         self._baked.require_usable()
