@@ -348,6 +348,21 @@ void two_threads_do_not_write_one_layer_at_once() {
   CHECK(layer.table->at(1, 0).version->load() == static_cast<std::uint64_t>(done.load()) && done > 0);
 }
 
+void rows_that_are_fed_back_arrive_as_they_were() {
+  Layer layer(4, {{0, 4}, {0, 4}}, 0);
+  SlotTable &table = *layer.table;
+  auto *const a = reinterpret_cast<std::uint16_t *>(table.at(1, 0).base);
+  auto *const b = reinterpret_cast<std::uint16_t *>(table.at(1, 1).base);
+  for (std::uint16_t i = 0; i < 12; i++) a[i] = i, b[i] = static_cast<std::uint16_t>(100 + i);
+  const std::int64_t shape[] = {3, 4};
+  const ArrayRef swapped[] = {{reinterpret_cast<const char *>(b), shape, nullptr, 0, 2, 1, 0, 4, 16},
+                              {reinterpret_cast<const char *>(a), shape, nullptr, 0, 2, 1, 0, 4, 16}};
+  Fault fault{};
+  CHECK_OK(table.write(1, 1, swapped, 3, &fault));
+  for (std::uint16_t i = 0; i < 12; i++) CHECK(a[4 + i] == 100 + i && b[4 + i] == i);
+  for (std::uint16_t i = 0; i < 4; i++) CHECK(a[i] == i && b[i] == 100 + i);
+}
+
 void after_close_nobody_writes_for_the_step_any_more() {
   Layer layer(1, {{0, 4096}}, 0);
   SlotTable &table = *layer.table;
@@ -431,6 +446,7 @@ int main() {
   RUN(an_append_goes_behind_the_published_rows_unless_a_step_is_on);
   RUN(a_layer_that_failed_half_way_does_not_count_as_written);
   RUN(two_threads_do_not_write_one_layer_at_once);
+  RUN(rows_that_are_fed_back_arrive_as_they_were);
   RUN(after_close_nobody_writes_for_the_step_any_more);
   RUN(clearing_a_layer_leaves_zeros_and_no_poison);
   RUN(geometry_that_does_not_fit_is_refused);
