@@ -36,8 +36,13 @@ run() { # folder, percent, command before the program...
 plain() {
     build plain -O2
     run plain 100
-    [ -n "${CXX:-}" ] || ! command -v clang++ >/dev/null ||
-        printf '%s\n' "$core"/*.cpp ./*.cpp | xargs -P "$jobs" -n 1 clang++ "${common[@]}" -fsyntax-only
+    [ -n "${CXX:-}" ] || ! command -v clang++ >/dev/null || clang_agrees
+}
+
+clang_agrees() { # with the warnings, in both builds; test_released.cpp is of the debug build alone
+    local check=(xargs -P "$jobs" -n 1 clang++ "${common[@]}" -fsyntax-only)
+    ls "$core"/*.cpp ./*.cpp | grep -v test_released | "${check[@]}"
+    ls "$core"/*.cpp ./*.cpp | "${check[@]}" -DLKV_DEBUG
 }
 
 debug() {
