@@ -1,0 +1,226 @@
+"""Make a transformers model attend to its latents as they are cached, without a change to its code."""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import transformers
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from lkv.errors import ArgumentTypeError, GeometryError
+from lkv.integrations.transformers._requires import SPARSE_OLDEST, VERSION
+from lkv.integrations.transformers.attention import chosen_rows, crossover, latent_attention, with_chosen
+from lkv.integrations.transformers.weights import UpProjections
+from lkv.layout import check_count
+
+__all__ = ["Absorbed", "absorb"]
+
+NAME = "lkv_mla"
+_STATE = "_lkv_absorbed"
+_NOT_ABSORBED = ("softcap", "position_bias")  # arguments of an attention function that change what it computes
+
+
+def absorb(model: torch.nn.Module, *, crossover: int | None = None) -> Absorbed:
+    """Let every MLA layer of a model attend in latent space: no step expands the history by ``kv_b_proj`` any more.
+
+    Works with any cache that hands latents back. Modules are found by their ``expand_kv`` and ``kv_b_proj``; the
+    attention function and its mask are registered with transformers under the name ``lkv_mla``. Under autograd and in
+    training the model's own expansion runs.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Changed in place, until `Absorbed.undo`.
+    crossover : int, optional
+        Queries per sequence from which on a forward pass expands, as the model itself does; prefill in long chunks is
+        cheaper that way. By default where the two take the same number of operations, see
+        `lkv.integrations.transformers.attention.crossover`. 0 always expands.
+
+    Returns
+    -------
+    Absorbed
+        Undoes it: ``absorb(model).undo()``, or ``with absorb(model): ...``. The same object for as long as the model is
+        absorbed; another `crossover` then replaces the first.
+
+    Raises
+    ------
+    ArgumentTypeError
+        If it is no module, or the weight of a ``kv_b_proj`` cannot be read: split over devices, or not loaded.
+    GeometryError
+        If there is no MLA layer that caches latents: models with sparse attention do so from transformers 5.18 on.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}", actual=model)
+    limit = None if crossover is None else check_count(crossover, "crossover")
+    found = _handles.get(model)
+    if found is None:
+        found = Absorbed(model, limit)
+        _handles[model] = found
+    elif limit is not None:
+        found._set(limit)
+    return found
+
+
+class Absorbed:
+    """A model whose MLA layers attend in latent space; made by `absorb`."""
+
+    def __init__(self, model: torch.nn.Module, limit: int | None) -> None:
+        named = {name: module for name, module in model.named_modules() if _is_mla(module)}
+        if not named:
+            raise GeometryError(
+                f"model: {type(model).__name__} has no MLA attention with expand_kv and kv_b_proj", actual=model
+            )
+        if VERSION < SPARSE_OLDEST and any(hasattr(module, "indexer") for module in named.values()):
+            raise GeometryError(
+                f"model: {type(model).__name__} has sparse attention, and caches latents from transformers "
+                f"{SPARSE_OLDEST[0]}.{SPARSE_OLDEST[1]} on; this is {transformers.__version__}",
+                expected=SPARSE_OLDEST,
+                actual=VERSION,
+            )
+        states = {
+            name: _State(UpProjections(module, f"{name}.kv_b_proj"), _limit(module, limit))
+            for name, module in named.items()
+        }
+        self._model = weakref.ref(model)
+        self._modules = list(named.values())
+        self._before: list[tuple[Any, str | None]] = []
+        AttentionInterface.register(NAME, _attend)
+        AttentionMaskInterface.register(NAME, sdpa_mask)
+        for name, module in named.items():
+            setattr(module, _STATE, states[name])
+            module.expand_kv = types.MethodType(_latents, module)
+        for config in {id(module.config): module.config for module in self._modules}.values():
+            self._before.append((config, config._attn_implementation_internal))
+            config._attn_implementation_internal = NAME
+
+    def undo(self) -> None:
+        """Leave the model as it was before. Further calls do nothing."""
+        for module in self._modules:
+            for name in ("expand_kv", _STATE):
+                module.__dict__.pop(name, None)
+        for config, before in self._before:
+            config._attn_implementation_internal = before
+        self._modules, self._before = [], []
+        model = self._model()
+        if model is not None:
+            _handles.pop(model, None)
+
+    @property
+    def n_layers(self) -> int:
+        """MLA layers absorbed; 0 after `undo`."""
+        return len(self._modules)
+
+    @property
+    def crossover(self) -> int:
+        """Queries per sequence from which on layers expand: the least of any layer."""
+        return min((getattr(module, _STATE).crossover for module in self._modules), default=0)
+
+    def _set(self, limit: int) -> None:
+        for module in self._modules:
+            getattr(module, _STATE).crossover = limit
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        if not self._modules:
+            return "Absorbed(undone)"
+        return (
+            f"Absorbed({type(self._model()).__name__}, {self.n_layers} layers, expands from {self.crossover} queries)"
+        )
+
+
+class _State:
+    """What an absorbed module carries."""
+
+    def __init__(self, projections: UpProjections, limit: int) -> None:
+        self.projections = projections
+        self.crossover = limit
+
+
+_handles: weakref.WeakKeyDictionary[torch.nn.Module, Absorbed] = weakref.WeakKeyDictionary()
+
+
+def _is_mla(module: torch.nn.Module) -> bool:
+    wanted = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "config")
+    return all(hasattr(module, name) for name in wanted)
+
+
+def _limit(module: Any, limit: int | None) -> int:
+    if limit is not None:
+        return limit
+    return crossover(module.kv_lora_rank, module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim)
+
+
+def _latents(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # Someone may have set another attention function since, which wants keys and values.
+    if self.config._attn_implementation != NAME:
+        expanded: tuple[torch.Tensor, torch.Tensor] = type(self).expand_kv(self, kv_nope, k_rot)
+        return expanded
+    return kv_nope, k_rot
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    indices: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as transformers asks an attention function to: `key` and `value` are the two latents."""
+    state: _State | None = module.__dict__.get(_STATE)
+    rest = dict(kwargs, dropout=dropout, scaling=module.scaling if scaling is None else scaling)
+    if state is None:
+        return _expanded(module, query, key, value, attention_mask, is_causal=is_causal, **rest), None
+    unknown = [name for name in _NOT_ABSORBED if kwargs.get(name) is not None]
+    if unknown:
+        raise ArgumentTypeError(f"{type(module).__name__}: lkv does not know how to attend with {', '.join(unknown)}")
+    n = query.shape[2]
+    if indices is not None and n > 1:
+        attention_mask = with_chosen(indices, key.shape[2], attention_mask)
+    elif indices is not None:
+        key, value, attention_mask = chosen_rows(indices, key, value, attention_mask)
+    learning = module.training or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad))
+    if n < state.crossover and not learning:
+        w_uk, w_uv = state.projections.read(module)
+        sinks = kwargs.get("s_aux")
+        return latent_attention(query, key, value, w_uk, w_uv, attention_mask, rest["scaling"], sinks), None
+    key, value = type(module).expand_kv(module, key, value)
+    return _expanded(module, query, key, value, attention_mask, is_causal=is_causal, **rest), None
+
+
+def _expanded(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
+) -> torch.Tensor:
+    """Attend to keys and values, as the model itself does."""
+    if kwargs.get("s_aux") is None:
+        attended: torch.Tensor = sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]
+        return attended
+    # PyTorch's function knows no sinks; models that have them bring their own, which wants a mask to add.
+    n, rows = query.shape[2], key.shape[2]
+    if mask is None and n > 1:
+        mask = torch.ones((1, 1, n, rows), dtype=torch.bool, device=query.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        lowest = torch.finfo(query.dtype).min
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, lowest)
+    attended = sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **kwargs)[
+        0
+    ]
+    return attended
