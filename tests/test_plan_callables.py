@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from helpers.plans import content, filled, held, kv, latent, same
 
+from lkv import Storage, errors
 from lkv.plan import CallablePlan, DecodeSession, Plan, RebindRefused, TorchPlan
 
 
@@ -94,3 +95,14 @@ def test_a_compiled_step_is_rebound_without_compiling_again():
 def test_a_plan_that_is_run_by_hand_is_seen_by_its_session():
     session, plan = held(latent(2, 1))
     assert same(plan.run(), session.run())
+
+
+def test_only_storages_are_bound_at_layers_and_slots():
+    plan, storage = CallablePlan(lambda buffers: buffers), Storage(4)
+    with pytest.raises(errors.ArgumentTypeError, match="storage: expected a Storage, got NoneType"):
+        plan.bind(0, 0, None)
+    with pytest.raises(errors.GeometryError, match="layer: expected"):
+        plan.bind(-1, 0, storage)
+    with pytest.raises(errors.ArgumentTypeError, match="which: expected"):
+        plan.bind(0, "k", storage)
+    assert plan.run() == ()

@@ -148,3 +148,12 @@ def test_a_geometry_that_changes_while_it_is_looked_at_is_never_valid():
     source.grow = True
     assert server.refresh(source) is not session
     assert server.counted() == {"built": 1, "rebuilt": 1, "refused_storage_differs": 1}
+
+
+def test_counters_say_what_they_count():
+    counters = RefreshCounters()
+    with pytest.raises(errors.ArgumentTypeError, match=r"outcome: expected one of .*got 'x'"):
+        counters.count("x")
+    with pytest.raises(errors.ArgumentTypeError, match="reason: expected a RebindRefusal, got 'poisoned'"):
+        counters.count_refusal("poisoned")
+    assert set(counters.as_dict().values()) == {0}

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from lkv._storage import Storage
+from lkv.errors import ArgumentTypeError
+from lkv.layout import check_count
 
 __all__ = ["Buffers", "CallablePlan"]
 
@@ -43,7 +45,9 @@ class CallablePlan:
 
     def bind(self, layer: int, which: int, storage: Storage) -> None:
         """Read the slot from this storage from now on."""
-        self._arrays[layer, which] = self._view(storage)
+        if not isinstance(storage, Storage):
+            raise ArgumentTypeError(f"storage: expected a Storage, got {type(storage).__name__}", actual=storage)
+        self._arrays[check_count(layer, "layer"), check_count(which, "which")] = self._view(storage)
         self._buffers = None
 
     def invalidate(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import Lock
 
-from lkv.errors import RebindRefused
+from lkv._storage import fork_generation
+from lkv.errors import ArgumentTypeError, RebindRefused
 from lkv.plan.allocation import take
 from lkv.plan.protocol import Plan
 from lkv.plan.session import DecodeSession
@@ -13,6 +14,8 @@ from lkv.plan.source import KvRebindSource
 from lkv.plan.validity import PlanValidity, RebindRefusal
 
 __all__ = ["RefreshCounters", "refresh_session"]
+
+_OUTCOMES = ("kept", "rebound", "rebuilt", "built")
 
 
 class RefreshCounters:
@@ -32,22 +35,33 @@ class RefreshCounters:
         self.kept = self.rebound = self.rebuilt = self.built = 0
         self.refusals = dict.fromkeys(RebindRefusal, 0)
         self._lock = Lock()
+        self._generation = fork_generation()
 
     def count(self, outcome: str) -> None:
         """Count ``"kept"``, ``"rebound"``, ``"rebuilt"`` or ``"built"``."""
-        with self._lock:
+        if outcome not in _OUTCOMES:
+            raise ArgumentTypeError(f"outcome: expected one of {_OUTCOMES}, got {outcome!r}", actual=outcome)
+        with self._guard():
             setattr(self, outcome, getattr(self, outcome) + 1)
 
     def count_refusal(self, reason: RebindRefusal) -> None:
         """Count a refusal."""
-        with self._lock:
+        if not isinstance(reason, RebindRefusal):
+            raise ArgumentTypeError(f"reason: expected a RebindRefusal, got {reason!r}", actual=reason)
+        with self._guard():
             self.refusals[reason] += 1
 
     def as_dict(self) -> dict[str, int]:
         """Return all counters under flat names, for a metrics exporter."""
-        with self._lock:
-            counts = {name: getattr(self, name) for name in ("kept", "rebound", "rebuilt", "built")}
+        with self._guard():
+            counts = {name: getattr(self, name) for name in _OUTCOMES}
             return counts | {f"refused_{reason.value}": n for reason, n in self.refusals.items()}
+
+    def _guard(self) -> Lock:
+        # A child of fork() counts on, and does not wait for a thread that it does not have.
+        if self._generation != fork_generation():
+            self._lock, self._generation = Lock(), fork_generation()
+        return self._lock
 
     def __repr__(self) -> str:
         return f"RefreshCounters({', '.join(f'{name}={n}' for name, n in self.as_dict().items() if n)})"
