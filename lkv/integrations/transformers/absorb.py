@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-import types
 import weakref
 from types import TracebackType
 from typing import Any, Self
@@ -85,29 +85,25 @@ class Absorbed:
                 actual=VERSION,
             )
         states = {
-            name: _State(UpProjections(module, f"{name}.kv_b_proj"), _limit(module, limit))
+            name: _State(UpProjections(module, f"{name}.kv_b_proj"), _limit(module, limit), _implementation(module))
             for name, module in named.items()
         }
         self._model = weakref.ref(model)
         self._modules = list(named.values())
-        self._before: list[tuple[Any, str | None]] = []
-        AttentionInterface.register(NAME, _attend)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
         for name, module in named.items():
             setattr(module, _STATE, states[name])
-            module.expand_kv = types.MethodType(_latents, module)
-        for config in {id(module.config): module.config for module in self._modules}.values():
-            self._before.append((config, config._attn_implementation_internal))
-            config._attn_implementation_internal = NAME
+            module.expand_kv = functools.partial(_latents, module)
+        for module in self._modules:
+            module.config._attn_implementation_internal = NAME
 
     def undo(self) -> None:
         """Leave the model as it was before. Further calls do nothing."""
         for module in self._modules:
-            for name in ("expand_kv", _STATE):
-                module.__dict__.pop(name, None)
-        for config, before in self._before:
-            config._attn_implementation_internal = before
-        self._modules, self._before = [], []
+            state = module.__dict__.pop(_STATE, None)
+            module.__dict__.pop("expand_kv", None)
+            if state is not None:
+                module.config._attn_implementation_internal = state.implementation
+        self._modules = []
         model = self._model()
         if model is not None:
             _handles.pop(model, None)
@@ -145,9 +141,10 @@ class Absorbed:
 class _State:
     """What an absorbed module carries."""
 
-    def __init__(self, projections: UpProjections, limit: int) -> None:
+    def __init__(self, projections: UpProjections, limit: int, implementation: str | None) -> None:
         self.projections = projections
         self.crossover = limit
+        self.implementation = implementation  # of attention, before
 
 
 _handles: weakref.WeakKeyDictionary[torch.nn.Module, Absorbed] = weakref.WeakKeyDictionary()
@@ -156,6 +153,12 @@ _handles: weakref.WeakKeyDictionary[torch.nn.Module, Absorbed] = weakref.WeakKey
 def _is_mla(module: torch.nn.Module) -> bool:
     wanted = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "config")
     return all(hasattr(module, name) for name in wanted)
+
+
+def _implementation(module: Any) -> str | None:
+    state = module.__dict__.get(_STATE)  # of a copy of an absorbed model
+    before: str | None = module.config._attn_implementation_internal if state is None else state.implementation
+    return before
 
 
 def _limit(module: Any, limit: int | None) -> int:
@@ -199,9 +202,9 @@ def _attend(
         key, value, attention_mask = chosen_rows(indices, key, value, attention_mask)
     learning = module.training or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad))
     if n < state.crossover and not learning:
-        w_uk, w_uv = state.projections.read(module)
+        w_kv = state.projections.read(module)
         sinks = kwargs.get("s_aux")
-        return latent_attention(query, key, value, w_uk, w_uv, attention_mask, rest["scaling"], sinks), None
+        return latent_attention(query, key, value, w_kv, attention_mask, rest["scaling"], sinks), None
     key, value = type(module).expand_kv(module, key, value)
     return _expanded(module, query, key, value, attention_mask, is_causal=is_causal, **rest), None
 
@@ -224,3 +227,7 @@ def _expanded(
         0
     ]
     return attended
+
+
+AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -16,8 +16,7 @@ def latent_attention(
     query: torch.Tensor,
     c_kv: torch.Tensor,
     k_pe: torch.Tensor,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
+    w_kv: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float,
     sinks: torch.Tensor | None = None,
@@ -33,8 +32,8 @@ def latent_attention(
     query : torch.Tensor, [batch, heads, n, qk_nope_head_dim + qk_rope_head_dim]
     c_kv : torch.Tensor, [batch, 1, rows, kv_lora_rank]
     k_pe : torch.Tensor, [batch, 1, rows, qk_rope_head_dim]
-    w_uk : torch.Tensor, [heads, qk_nope_head_dim, kv_lora_rank]
-    w_uv : torch.Tensor, [heads, v_head_dim, kv_lora_rank]
+    w_kv : torch.Tensor, [heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]
+        ``w_uk`` and ``w_uv``, the weight of ``kv_b_proj``.
     mask : torch.Tensor, [batch or 1, heads or 1, n, rows], optional
         Boolean, True where a query attends, or of floats to add to the scores. None lets every query attend to every
         row; with more than one query, to the rows up to its own number.
@@ -50,11 +49,12 @@ def latent_attention(
     """
     batch, heads, n, _ = query.shape
     rows, rank = c_kv.shape[2:]
-    low = query.dtype in (torch.bfloat16, torch.float16)
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    products = query.dtype if low and query.device.type != "cpu" else wide
-    q_nope, q_pe = query.split([w_uk.shape[1], k_pe.shape[3]], dim=-1)
-    q_latent = _of_heads(_by_head(q_nope, w_uk), batch).to(products).mul_(scaling).reshape(batch, heads * n, rank)
+    products = wide if query.device.type == "cpu" else query.dtype
+    nope = query.shape[3] - k_pe.shape[3]
+    q_nope, q_pe = query.split([nope, k_pe.shape[3]], dim=-1)
+    q_latent = _of_heads(_project_queries(_by_head(q_nope), w_kv), batch)
+    q_latent = q_latent.to(products).mul_(scaling).reshape(batch, heads * n, rank)
     q_pe = (q_pe.to(products) * scaling).reshape(batch, heads * n, -1)
     c_kv, k_pe = c_kv[:, 0], k_pe[:, 0]
     if mask is None and n > 1:
@@ -88,7 +88,7 @@ def latent_attention(
         context = context.mul_(fade).add_(torch.bmm(weights.to(products), latent))
     assert context is not None and total is not None
     context = context.div_(total).to(query.dtype).view(batch, heads, n, rank)
-    return _of_heads(_by_head(context, w_uv.transpose(1, 2)), batch).transpose(1, 2).contiguous()
+    return _of_heads(_project_context(_by_head(context), w_kv[:, nope:]), batch).transpose(1, 2).contiguous()
 
 
 def crossover(kv_lora_rank: int, qk_nope_head_dim: int, qk_rope_head_dim: int, v_head_dim: int) -> int:
@@ -148,12 +148,32 @@ def _apply(scores: torch.Tensor, mask: torch.Tensor) -> None:
         scores.add_(mask)
 
 
-def _by_head(states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Multiply ``[batch, heads, n, a] x [heads, a, b]`` to ``[heads, batch n, b]``, reading the weights once."""
+def _project_queries(queries: torch.Tensor, w_kv: torch.Tensor) -> torch.Tensor:
+    """Multiply ``[heads, m, qk_nope_head_dim]`` by ``w_uk``, to ``[heads, m, kv_lora_rank]``."""
+    nope = queries.shape[2]
+    if _is_narrow_on_cpu(queries):
+        # PyTorch copies weights that have gaps before it multiplies them, and a part of w_kv has.
+        return torch.bmm(torch.nn.functional.pad(queries, (0, w_kv.shape[1] - nope)), w_kv)
+    return torch.bmm(queries, w_kv[:, :nope])
+
+
+def _project_context(context: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
+    """Multiply ``[heads, m, kv_lora_rank]`` by ``w_uv`` transposed, to ``[heads, m, v_head_dim]``."""
+    if _is_narrow_on_cpu(context):
+        return torch.bmm(w_uv, context.transpose(1, 2)).transpose(1, 2)  # not copied as the first factor
+    return torch.bmm(context, w_uv.transpose(1, 2))
+
+
+def _is_narrow_on_cpu(states: torch.Tensor) -> bool:
+    return states.dtype in (torch.bfloat16, torch.float16) and states.device.type == "cpu"
+
+
+def _by_head(states: torch.Tensor) -> torch.Tensor:
+    """Turn ``[batch, heads, n, width]`` to ``[heads, batch n, width]``: weights are then read once for the batch."""
     batch, heads, n, width = states.shape
-    return torch.bmm(states.transpose(0, 1).reshape(heads, batch * n, width), weights)
+    return states.transpose(0, 1).reshape(heads, batch * n, width)
 
 
 def _of_heads(states: torch.Tensor, batch: int) -> torch.Tensor:
     heads, _, width = states.shape
-    return states.view(heads, batch, -1, width).transpose(0, 1)
+    return states.reshape(heads, batch, -1, width).transpose(0, 1)

@@ -144,6 +144,9 @@ class BatchRows:
             return
         self._written.clear()
         n, batch = self.length, self._geometry[0][0][0]
+        index = torch.arange(batch)[index.cpu()]  # an IndexError comes from here, before anything is changed
+        if index.ndim != 1:
+            raise ShapeMismatchError(f"index: expected [sequences], got {list(index.shape)}", actual=tuple(index.shape))
         if index.tolist() == list(range(batch)):
             return
         if len(index) == batch and n:

@@ -12,10 +12,10 @@ __all__ = ["UpProjections"]
 
 
 class UpProjections:
-    """``kv_b_proj`` as ``w_uk [heads, qk_nope_head_dim, kv_lora_rank]`` and ``w_uv [heads, v_head_dim, kv_lora_rank]``.
+    """``kv_b_proj`` by heads: ``w_uk`` and ``w_uv``, ``[heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]``.
 
-    Of a plain linear layer these are views, made on every call, so that training, loading and moving show. Of any
-    other (quantised, with adapters) they are computed by passing the unit vectors through it, and again when its
+    Of a plain linear layer this is a view, made on every call, so that training, loading and moving show. Of any
+    other (quantised, with adapters) it is computed by passing the unit vectors through it, and again when its
     parameters, buffers or adapters change.
 
     Raises
@@ -29,14 +29,13 @@ class UpProjections:
     def __init__(self, module: torch.nn.Module, name: str) -> None:
         self.name = name
         self.rank = int(module.kv_lora_rank)
-        self.nope = int(module.qk_nope_head_dim)
-        self.value = int(module.v_head_dim)
+        self.width = int(module.qk_nope_head_dim) + int(module.v_head_dim)
         self._made: torch.Tensor | None = None
         self._made_of: object = None
         self.read(module)
 
-    def read(self, module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``w_uk, w_uv``."""
+    def read(self, module: torch.nn.Module) -> torch.Tensor:
+        """Return the weights as they are now."""
         projection = module.kv_b_proj
         if getattr(projection, "bias", None) is not None:
             raise ArgumentTypeError(f"{self.name}: has a bias, which no known MLA model has")
@@ -47,14 +46,13 @@ class UpProjections:
             raise ArgumentTypeError(
                 f"{self.name}: holds no weights at this time (meta device: offloaded, or not loaded)"
             )
-        if weight.ndim != 2 or weight.shape[1] != self.rank or weight.shape[0] % (self.nope + self.value):
+        if weight.ndim != 2 or weight.shape[1] != self.rank or weight.shape[0] % self.width:
             raise ShapeMismatchError(
-                f"{self.name}: expected [heads * {self.nope + self.value}, {self.rank}], got {list(weight.shape)}",
+                f"{self.name}: expected [heads * {self.width}, {self.rank}], got {list(weight.shape)}",
                 expected=(-1, self.rank),
                 actual=tuple(weight.shape),
             )
-        heads = weight.view(-1, self.nope + self.value, self.rank)
-        return heads[:, : self.nope], heads[:, self.nope :]
+        return weight.view(-1, self.width, self.rank)
 
     def _made_from(self, module: Any) -> torch.Tensor:
         projection = module.kv_b_proj
