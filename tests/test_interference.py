@@ -169,6 +169,7 @@ def test_bits_of_bits_are_bits_of_the_array():
     assert nested.array is array and str(nested.dtype) == "float16"
 
 
+@pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")  # by JAX, if a test module imported it
 def test_a_child_refuses_a_functional_cache_that_another_thread_was_in():
     cache = lkv.LatentCache(np.empty(0), 1, 8, [(4,)], "f32")
     with cache._lock:
