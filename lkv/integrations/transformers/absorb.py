@@ -24,6 +24,7 @@ __all__ = ["Absorbed", "absorb"]
 
 NAME = "lkv_mla"
 _STATE = "_lkv_absorbed"
+_FEW_ROWS = 64
 _NOT_ABSORBED = ("softcap", "position_bias")  # arguments of an attention function that change what it computes
 
 
@@ -201,12 +202,18 @@ def _attend(
     elif indices is not None:
         key, value, attention_mask = chosen_rows(indices, key, value, attention_mask)
     learning = module.training or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad))
-    if n < state.crossover and not learning:
+    if n < state.crossover and not learning and not _is_short(key):
         w_kv = state.projections.read(module)
         sinks = kwargs.get("s_aux")
         return latent_attention(query, key, value, w_kv, attention_mask, rest["scaling"], sinks), None
     key, value = type(module).expand_kv(module, key, value)
     return _expanded(module, query, key, value, attention_mask, is_causal=is_causal, **rest), None
+
+
+def _is_short(latents: torch.Tensor) -> bool:
+    """Whether there are so few rows that expanding them takes less time than the two projections in narrow types."""
+    narrow = latents.dtype in (torch.bfloat16, torch.float16) and latents.device.type == "cpu"
+    return narrow and latents.shape[2] < _FEW_ROWS
 
 
 def _expanded(

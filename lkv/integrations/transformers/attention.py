@@ -145,7 +145,7 @@ def _apply(scores: torch.Tensor, mask: torch.Tensor) -> None:
     if mask.dtype == torch.bool:
         scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
     else:
-        scores.add_(mask)
+        scores.add_(mask).clamp_(min=torch.finfo(scores.dtype).min)
 
 
 def _project_queries(queries: torch.Tensor, w_kv: torch.Tensor) -> torch.Tensor:

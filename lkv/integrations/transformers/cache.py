@@ -9,7 +9,7 @@ import torch
 from transformers import cache_utils
 
 from lkv.cache import LatentKvCache
-from lkv.errors import ArgumentTypeError, GeometryError, ShapeMismatchError
+from lkv.errors import ArgumentTypeError, GeometryError, LayerIndexError, ShapeMismatchError
 from lkv.integrations.transformers.layers import LkvIndexedLayer, LkvLayer, cropped, repeated, selected
 from lkv.integrations.transformers.rows import BatchRows
 from lkv.layout import check_count
@@ -104,7 +104,9 @@ class LkvCache(cache_utils.Cache):  # type: ignore[misc]
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> tuple[LatentKvCache, ...]:
-        """Allocate now, so that `caches` can be restored into, and return them; indexer keys are allocated later.
+        """Allocate now, so that `caches` can be restored into, and return them.
+
+        Not those of indexer keys: what a sparse-attention model computed cannot be restored.
 
         Parameters
         ----------
@@ -132,6 +134,12 @@ class LkvCache(cache_utils.Cache):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append the rows of a forward pass to a layer and return all of it: see `LkvLayer.update`."""
+        if not 0 <= layer_idx < len(self.layers):
+            raise LayerIndexError(
+                f"update: layer_idx: expected 0 to {len(self.layers) - 1}, got {layer_idx}: the model has more layers",
+                expected=(0, len(self.layers) - 1),
+                actual=layer_idx,
+            )
         layer = self.layers[layer_idx]
         if len(self._groups) > 1 and isinstance(layer, LkvLayer) and layer.rows.length > self._length:
             layer.rows.truncate_to(self._length)  # ahead of layers of other widths: the last pass failed

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lkv.cache import LatentKvCache
-from lkv.errors import GeometryError, ShapeMismatchError
+from lkv.errors import GeometryError, IncompleteStepError, ShapeMismatchError
 from lkv.layout import SlotSpec
 
 __all__ = ["BatchRows"]
@@ -66,6 +66,7 @@ class BatchRows:
         self._kept: tuple[int, ...] = ()  # the slots with any width: models without rotary keys have them 0 wide
         self._written: set[int] = set()  # layers that have got the rows of this forward pass
         self._pending = 0
+        self._abandoned: set[int] = set()  # layers that the pass before it wrote, if that came to no end
 
     @property
     def length(self) -> int:
@@ -90,6 +91,8 @@ class BatchRows:
             If they do not fit the rows before them, or those of the other layers in this forward pass.
         CapacityError
             If they do not fit into `max_seq_len` rows.
+        IncompleteStepError
+            If the last two passes ended early, and at the same layer.
         """
         again = layer in self._written
         if self.length == 0 and (again or not self._written):
@@ -99,6 +102,14 @@ class BatchRows:
         cache = self.cache
         assert cache is not None
         n = rows[0].shape[2]
+        if again and self._written == self._abandoned:
+            self._abandoned = set()
+            raise IncompleteStepError(
+                f"update: two forward passes in a row ended after layers {sorted(self._written)} of "
+                f"{list(self.layers)}: the model has fewer layers than the cache, or keeps failing",
+                expected=self.layers,
+                actual=tuple(sorted(self._written)),
+            )
         if self._written and not again and n != self._pending:
             raise ShapeMismatchError(
                 f"update: layer {layer}: expected {self._pending} rows, as in the layers before it, got {n}",
@@ -107,13 +118,14 @@ class BatchRows:
             )
         cache.append(layer, [_rows_first(rows[slot]) for slot in self._kept])
         if again:
-            self._written.clear()
+            self._abandoned, self._written = self._written, set()
         self._written.add(layer)
         self._pending = n
         end = cache.cached_len + n
         if len(self._written) == len(self.layers):
             cache.advance_by(n)
             self._written.clear()
+            self._abandoned = set()
         return self._upto(layer, end)
 
     def view(self, layer: int) -> tuple[torch.Tensor, ...] | None:
