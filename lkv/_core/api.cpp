@@ -48,7 +48,7 @@ lkv_status buffer_info(const lkv_buffer *buffer, lkv_buffer_info *out) noexcept 
                              buffer->rows,
                              buffer->row_bytes,
                              buffer->claimed.load(std::memory_order_acquire),
-                             buffer->version.load(std::memory_order_acquire),
+                             buffer->version.now(),
                              buffer->refs.load(std::memory_order_relaxed),
                              buffer->dtype,
                              buffer->poisoned.load(std::memory_order_acquire),

@@ -107,8 +107,6 @@ lkv_status explained(const lkv_device &device, const char *what, Call call) noex
 
 }  // namespace
 
-bool lkv_device::is_cpu() const noexcept { return this == &lkv::devices::cpu_device; }
-
 lkv_status lkv_device::allocate(std::size_t nbytes, std::uint32_t flags, void **out) noexcept {
   if (is_cpu()) return lkv::cpu::allocate(nbytes, flags & LKV_HUGE_PAGES, out);
   return explained(*this, "allocate", [&]() noexcept {

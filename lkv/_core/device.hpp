@@ -12,7 +12,8 @@ struct lkv_device {
   void *context;
   lkv_device *next;
 
-  bool is_cpu() const noexcept;
+  // Every other device brings an allocator of its own.
+  bool is_cpu() const noexcept { return !table.allocate; }
   lkv_status allocate(std::size_t nbytes, std::uint32_t flags, void **out) noexcept;
   void release(void *data, std::size_t nbytes) noexcept;
   lkv_status copy_2d(lkv_copy_kind kind, void *dst, std::size_t dst_pitch, const void *src, std::size_t src_pitch,

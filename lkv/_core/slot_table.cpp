@@ -53,6 +53,9 @@ bool refuse(Fault *fault, Fault::What what, std::int64_t layer, std::int32_t slo
 // Rows without pages are written in pieces of so many bytes: what the kernel clears is still in the cache then.
 constexpr std::int64_t fresh_piece = std::int64_t{256} << 10;
 
+// Of each slot, so many bytes are fetched ahead: a processor has a dozen fetches or two under way at a time.
+constexpr std::int64_t most_expected = std::int64_t{4} << 10, cache_line = 64;
+
 bool host(std::int32_t device_type) noexcept { return device_type == 1 || device_type == 3; }
 
 }  // namespace
@@ -81,7 +84,7 @@ bool SlotTable::describe(std::int32_t slot, const std::int64_t *dims, std::int32
   const DTypeInfo *info = dtype_info(dtype);
   if (ndim < 1 || ndim > most_dims || axis < 0 || axis >= ndim || !info) return false;
   SlotShape &shape = shapes_[slot];
-  shape = {{}, ndim, axis, dtype, info->itemsize, 1, info->itemsize};
+  shape = {{}, ndim, axis, dtype, *info, info->itemsize, 1, info->itemsize};
   std::int64_t all = info->itemsize;
   for (int i = 0; i < ndim; i++) {
     if (i == axis) continue;
@@ -101,7 +104,7 @@ void SlotTable::place(std::int64_t layer, std::int32_t slot, lkv_buffer *buffer,
   place.base = buffer->data + offset;
   place.outer_stride = outer_stride;
   place.row_stride = row_stride;
-  place.own_version.store(0, std::memory_order_relaxed);
+  place.own_version.reset();
   place.version = shares ? &place.own_version : &buffer->version;
   bool whole = true;
   for (std::int32_t s = 0; s < n_slots; s++) whole &= at(layer, s).buffer != nullptr;
@@ -115,7 +118,7 @@ void SlotTable::drop(std::int64_t layer) noexcept {
     if (lkv_buffer *buffer = place.buffer) {
       place.buffer = nullptr;
       place.version = nullptr;
-      place.own_version.store(0, std::memory_order_relaxed);
+      place.own_version.reset();
       buffer->release();
     }
   }
@@ -126,7 +129,7 @@ lkv_status SlotTable::clear(std::int64_t layer, void *stream) noexcept {
   const lkv_buffer *done = nullptr;  // packed slots share a storage
   for (std::int32_t slot = 0; slot < n_slots; slot++) {
     SlotPlace &place = at(layer, slot);
-    place.version->fetch_add(1, std::memory_order_acq_rel);
+    place.version->bump();
     if (place.buffer == done) continue;
     done = place.buffer;
     if (lkv_status status = clear_rows(place.buffer, 0, place.buffer->rows, stream)) return status;
@@ -145,15 +148,15 @@ bool SlotTable::check(std::int64_t layer, const ArrayRef *arrays, std::int64_t c
   for (std::int32_t s = 0; s < n_slots; s++) {
     const ArrayRef &array = arrays[s];
     const SlotShape &shape = shapes_[s];
-    const DTypeInfo &dtype = *dtype_info(shape.dtype);
     if (array.ndim != shape.ndim) return refuse(fault, Fault::rank, layer, s, shape.ndim, array.ndim);
     for (int i = 0; i < shape.ndim; i++)
       if (i != shape.axis && array.shape[i] != shape.dims[i])
         return refuse(fault, Fault::shape, layer, s, shape.dims[i], array.shape[i]);
-    if (array.dl_code != dtype.dl_code || array.dl_bits != dtype.dl_bits)
+    if (array.dl_code != shape.element.dl_code || array.dl_bits != shape.element.dl_bits)
       return refuse(fault, Fault::dtype, layer, s, shape.dtype, 0);
-    const bool same = array.device_type == device->table.dl_device_type && array.device_id == device->ordinal;
-    if (!same && !host(array.device_type)) return refuse(fault, Fault::device, layer, s, 0, array.device_type);
+    if (!host(array.device_type) &&
+        (array.device_type != device->table.dl_device_type || array.device_id != device->ordinal))
+      return refuse(fault, Fault::device, layer, s, 0, array.device_type);
     if (n < 0) n = array.shape[shape.axis];
     if (n < 0 || array.shape[shape.axis] != n) return refuse(fault, Fault::rows, layer, s, n, array.shape[shape.axis]);
     if (!device->is_cpu() && n > 0 && !contiguous_behind(array, shape.axis, shape.itemsize))
@@ -195,7 +198,7 @@ lkv_status SlotTable::write(std::uint64_t right, void *stream, std::int64_t laye
     else
       for (std::int32_t s = 0; s < n_slots && status == LKV_OK; s++)
         status = fill(shapes_[s], at(layer, s), from, arrays[s], rows, stream);
-    if (status == LKV_OK) note_written(layer, from + rows);
+    if (status == LKV_OK) wrote(layer, from + rows, true);
   }
   busy_[layer].store(false, std::memory_order_release);
   return status;
@@ -223,14 +226,15 @@ void SlotTable::leave_read(std::int64_t hi) noexcept {
 
 bool SlotTable::feeds_back(std::int64_t layer, const ArrayRef *arrays, std::int64_t rows) noexcept {
   if (!device->is_cpu()) return false;  // copies on a device are ordered, and between rows that differ
+  const SlotPlace *const places = &at(layer, 0);
   for (std::int32_t s = 0; s < n_slots; s++) {
     const char *const first = arrays[s].data;
-    const char *const last = first + (rows - 1) * stride_bytes(arrays[s], shapes_[s].axis, shapes_[s].itemsize);
+    const char *const last =
+        rows == 1 ? first : first + (rows - 1) * stride_bytes(arrays[s], shapes_[s].axis, shapes_[s].itemsize);
     for (std::int32_t t = 0; t < n_slots; t++) {
-      const lkv_buffer *const buffer = at(layer, t).buffer;
-      if (static_cast<std::size_t>(first - buffer->data) < buffer->nbytes ||
-          static_cast<std::size_t>(last - buffer->data) < buffer->nbytes)
-        return true;
+      const char *const begin = places[t].buffer->data;
+      const std::size_t nbytes = places[t].buffer->nbytes;
+      if (static_cast<std::size_t>(first - begin) < nbytes || static_cast<std::size_t>(last - begin) < nbytes) return true;
     }
   }
   return false;
@@ -270,11 +274,13 @@ void SlotTable::prepare(std::int64_t layer, std::int64_t from, std::int64_t rows
   }
 }
 
-lkv_status SlotTable::append(std::int64_t layer, const ArrayRef *arrays, std::int64_t rows, Fault *fault) noexcept {
+lkv_status SlotTable::append(std::int64_t layer, const ArrayRef *arrays, std::int64_t rows, bool checked,
+                             Fault *fault) noexcept {
   if (has_streams(device)) return LKV_E_TIMEOUT;  // needs a lease, for its stream
   Request request = Request::step(rows);
   if (lkv_status status = queue->enqueue(request, LeaseQueue::Patience::none)) return status;
-  const lkv_status status = append_leased(nullptr, layer, arrays, rows, fault);
+  const lkv_status status = checked ? write(ticket(), nullptr, layer, queue->length(), arrays, rows, fault)
+                                    : append_leased(nullptr, layer, arrays, rows, fault);
   queue->release(request);
   return status;
 }
@@ -284,6 +290,17 @@ lkv_status SlotTable::append_leased(void *stream, std::int64_t layer, const Arra
   // Once more: until the lease was there, the layer may have become another.
   if (!check(layer, arrays, n_slots, &rows, fault)) return LKV_E_INVALID;
   return write(ticket(), stream, layer, queue->length(), arrays, rows, fault);
+}
+
+void SlotTable::expect(std::int64_t layer, std::int64_t row) const noexcept {
+  if (layer < 0 || layer >= n_layers || row >= capacity || !device->is_cpu() || !populated(layer)) return;
+  for (std::int32_t s = 0; s < n_slots; s++) {
+    const SlotPlace &place = places_[layer * n_slots + s];
+    const std::int64_t run = std::min(shapes_[s].run, most_expected), runs = std::min(shapes_[s].outer, most_expected / run);
+    const char *first = place.base + row * place.row_stride;
+    for (std::int64_t o = 0; o < runs; o++, first += place.outer_stride)
+      for (const char *at = first, *const end = first + run; at < end; at += cache_line) __builtin_prefetch(at, 1);
+  }
 }
 
 bool SlotTable::writing() const noexcept {
@@ -352,10 +369,11 @@ lkv_status SlotTable::copy_in(const SlotShape &shape, const SlotPlace &place, st
   return LKV_OK;
 }
 
-void SlotTable::note_written(std::int64_t layer, std::int64_t upto) noexcept {
+// `alone`: who holds `busy_` of the layer. No two layers share a storage.
+void SlotTable::wrote(std::int64_t layer, std::int64_t upto, bool alone) noexcept {
   for (std::int32_t s = 0; s < n_slots; s++) {
     SlotPlace &place = at(layer, s);
-    place.version->fetch_add(1, std::memory_order_acq_rel);
+    alone ? place.version->bump_alone() : place.version->bump();
     if (s == 0 && place.version == &place.own_version) place.buffer->bump_version();
   }
   written_[layer].store(upto, std::memory_order_release);

@@ -29,6 +29,7 @@ struct SlotShape {
   std::int64_t dims[most_dims];
   std::int32_t ndim, axis;
   lkv_dtype dtype;
+  DTypeInfo element;
   std::int32_t itemsize;
   std::int64_t outer;  // product of the dims before the axis
   std::int64_t run;    // bytes of the dims behind it: one row of one outer index
@@ -39,8 +40,8 @@ struct SlotPlace {
   lkv_buffer *buffer = nullptr;
   char *base = nullptr;
   std::int64_t outer_stride = 0, row_stride = 0;  // in bytes
-  std::atomic<std::uint64_t> *version = nullptr;
-  std::atomic<std::uint64_t> own_version{0};  // of a slot that shares its storage with others
+  Version *version = nullptr;
+  Version own_version;  // of a slot that shares its storage with others
 };
 
 // Why a call was refused.
@@ -90,10 +91,14 @@ class SlotTable {
   lkv_status pass_to_read(std::int64_t hi) noexcept;
   void leave_read(std::int64_t hi) noexcept;
   // Checks, and writes at the published length, under a short lease. LKV_E_TIMEOUT: somebody is in the way, wait first.
-  lkv_status append(std::int64_t layer, const ArrayRef *arrays, std::int64_t rows, Fault *fault) noexcept;
+  // `checked`: they were, and nothing of the layer can have changed since.
+  lkv_status append(std::int64_t layer, const ArrayRef *arrays, std::int64_t rows, bool checked, Fault *fault) noexcept;
   // The same for the holder of such a lease.
   lkv_status append_leased(void *stream, std::int64_t layer, const ArrayRef *arrays, std::int64_t rows,
                            Fault *fault) noexcept;
+
+  // Says that a row of a layer is about to be written: its memory is on the way while the arrays are looked at.
+  void expect(std::int64_t layer, std::int64_t row) const noexcept;
 
   // Stands for the right to write; a step takes it when it opens.
   std::uint64_t ticket() const noexcept { return ticket_.load(std::memory_order_seq_cst); }
@@ -104,7 +109,7 @@ class SlotTable {
   // Makes pages for rows that will be written by other means; until then they do not count as written.
   void prepare(std::int64_t layer, std::int64_t from, std::int64_t rows) noexcept;
   // Says that rows [length, length + rows) of a layer have been written, by whatever means.
-  void note_written(std::int64_t layer, std::int64_t upto) noexcept;
+  void note_written(std::int64_t layer, std::int64_t upto) noexcept { wrote(layer, upto, false); }
   // What was written beyond `length` does not count any more.
   void forget_unpublished(std::int64_t length) noexcept;
   // The first populated layer that has not been written up to `length`, or -1.
@@ -121,6 +126,7 @@ class SlotTable {
   // Rows [first, first + rows) of the array to the rows from `at` on.
   lkv_status copy_in(const SlotShape &shape, const SlotPlace &place, std::int64_t at, const ArrayRef &array,
                      std::int64_t first, std::int64_t rows, bool fresh, void *stream) noexcept;
+  void wrote(std::int64_t layer, std::int64_t upto, bool alone) noexcept;
   void unwrite(std::int64_t layer, std::int64_t from) noexcept;
   // Is one of the arrays part of what is about to be written?
   bool feeds_back(std::int64_t layer, const ArrayRef *arrays, std::int64_t rows) noexcept;

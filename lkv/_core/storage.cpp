@@ -242,10 +242,9 @@ lkv_status adopt(lkv_buffer *buffer, LeaseQueue *queue) noexcept {
   return LKV_OK;
 }
 
-bool populate_ahead(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi, std::int64_t outer, std::int64_t outer_stride,
-                    std::int64_t row_stride) noexcept {
+bool populate_more(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi, std::int64_t outer, std::int64_t outer_stride,
+                   std::int64_t row_stride) noexcept {
   const std::int64_t known = buffer->resident.load(std::memory_order_relaxed);
-  if (hi <= known || !buffer->paged) return false;
   const std::int64_t from = std::max(known, lo);  // rows that were skipped get theirs when they are touched
   std::int64_t to = hi;
   if (!buffer->huge) {

@@ -9,6 +9,7 @@
 #include "lease_queue.hpp"
 #include "lkv.h"
 #include "released.hpp"
+#include "version.hpp"
 
 struct lkv_buffer {
   std::atomic<std::uint32_t> refs{1};
@@ -24,7 +25,7 @@ struct lkv_buffer {
   std::int64_t rows = 0;
   std::int64_t row_bytes = 0;
   std::uint64_t id = 0;
-  std::atomic<std::uint64_t> version{0};
+  lkv::Version version;
   std::atomic<std::int64_t> claimed{0};
   std::atomic<std::int64_t> resident{0};  // rows that have pages, or are not worth asking for any
   std::atomic<lkv::LeaseQueue *> queue{nullptr};
@@ -56,7 +57,7 @@ struct lkv_buffer {
 
   void retain() noexcept { refs.fetch_add(1, std::memory_order_relaxed); }
   void release() noexcept;
-  void bump_version() noexcept { version.fetch_add(1, std::memory_order_acq_rel); }
+  void bump_version() noexcept { version.bump(); }
 };
 
 namespace lkv {
@@ -81,8 +82,13 @@ lkv_status clear_ordered(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi) n
 
 // Gives rows [lo, hi) and some more pages, before they are written: a fault on each page costs six times the write.
 // The rows are `outer` runs, `outer_stride` bytes apart, with rows `row_stride` bytes apart. True: some had none.
-bool populate_ahead(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi, std::int64_t outer, std::int64_t outer_stride,
-                    std::int64_t row_stride) noexcept;
+bool populate_more(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi, std::int64_t outer, std::int64_t outer_stride,
+                   std::int64_t row_stride) noexcept;
+inline bool populate_ahead(lkv_buffer *buffer, std::int64_t lo, std::int64_t hi, std::int64_t outer,
+                           std::int64_t outer_stride, std::int64_t row_stride) noexcept {
+  if (hi <= buffer->resident.load(std::memory_order_relaxed) || !buffer->paged) return false;
+  return populate_more(buffer, lo, hi, outer, outer_stride, row_stride);
+}
 
 // Are there bytes of [offset, offset + nbytes), about to be written, that may have no pages yet?
 bool first_touch(lkv_buffer *buffer, std::ptrdiff_t offset, std::size_t nbytes) noexcept;

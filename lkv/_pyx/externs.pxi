@@ -46,6 +46,7 @@ cdef extern from "device.hpp" nogil:
         int32_t ordinal
         lkv_device_vtable table
         void *context
+        bint is_cpu() noexcept
     lkv_device *cpu "lkv::devices::cpu"() noexcept
     lkv_status device_find "lkv::devices::find"(const char *name, lkv_device **out) noexcept
 
@@ -69,18 +70,20 @@ cdef extern from *:
       return value.load(std::memory_order_acquire);
     }
     """
-    cdef cppclass atomic_u64 "std::atomic<std::uint64_t>":
-        uint64_t fetch_add(uint64_t value) nogil
     cdef cppclass atomic_i64 "std::atomic<std::int64_t>":
         pass
     cdef cppclass atomic_u32 "std::atomic<std::uint32_t>":
         pass
     cdef cppclass atomic_bool "std::atomic<bool>":
         void store(bint value) nogil
-    uint64_t loaded(const atomic_u64 &) noexcept nogil
     int64_t loaded_i64 "loaded"(const atomic_i64 &) noexcept nogil
     uint32_t loaded_u32 "loaded"(const atomic_u32 &) noexcept nogil
     bint loaded_bool "loaded"(const atomic_bool &) noexcept nogil
+
+cdef extern from "version.hpp" namespace "lkv" nogil:
+    cdef cppclass Version:
+        uint64_t now() noexcept
+        void bump() noexcept
 
 cdef extern from "storage.hpp" nogil:
     cdef cppclass Buffer "lkv_buffer":
@@ -94,7 +97,7 @@ cdef extern from "storage.hpp" nogil:
         int64_t rows
         int64_t row_bytes
         uint64_t id
-        atomic_u64 version
+        Version version
         atomic_i64 claimed
         void retain() noexcept
         void release() noexcept
@@ -218,7 +221,7 @@ cdef extern from "slot_table.hpp" namespace "lkv" nogil:
         char *base
         int64_t outer_stride
         int64_t row_stride
-        atomic_u64 *version
+        Version *version
     cdef cppclass Fault:
         int32_t what
         int32_t slot
@@ -255,7 +258,8 @@ cdef extern from "slot_table.hpp" namespace "lkv" nogil:
         lkv_status write(int64_t layer, int64_t at, const ArrayRef *arrays, int64_t rows, Fault *fault) noexcept
         lkv_status write(uint64_t ticket, void *stream, int64_t layer, int64_t at, const ArrayRef *arrays, int64_t rows,
                          Fault *fault) noexcept
-        lkv_status append(int64_t layer, const ArrayRef *arrays, int64_t rows, Fault *fault) noexcept
+        lkv_status append(int64_t layer, const ArrayRef *arrays, int64_t rows, bint checked, Fault *fault) noexcept
+        void expect(int64_t layer, int64_t row) noexcept
         lkv_status pass_to_read(int64_t hi) noexcept
         void leave_read(int64_t hi) noexcept
         lkv_status append_leased(void *stream, int64_t layer, const ArrayRef *arrays, int64_t rows,

@@ -8,6 +8,30 @@ cdef void *checked_malloc(size_t nbytes) except NULL:
     return memory
 
 
+cdef inline void expect_row(Table *table, int64_t layer, int64_t row) noexcept:
+    """Fetches the memory of a row that will be written, while the arrays for it are looked at."""
+    if not BUILD_FREE_THREADING:  # without the right to the rows, only the GIL keeps the layers as they are
+        table.expect(layer, row)
+
+
+cdef inline bint borrow_plain(Table *table, object slots, ArrayRef *refs) noexcept:
+    """As borrow_all, of arrays that need no keeping, in a list or tuple: no Python code runs that could change it.
+
+    False, without an error, when it takes more. Until the GIL is released, the list or tuple keeps the arrays.
+    """
+    cdef int32_t i
+    cdef PyObject **items
+    if type(slots) is not tuple and (type(slots) is not list or BUILD_FREE_THREADING):
+        return False
+    if Py_SIZE(slots) != table.n_slots or not (<Device *>table.device).is_cpu():
+        return False
+    items = PySequence_Fast_ITEMS(slots)
+    for i in range(table.n_slots):
+        if not borrow_known(<object>items[i], &refs[i]):
+            return False
+    return True
+
+
 cdef inline object borrow_all(SlotTable cache, tuple slots, ArrayRef *refs, str what):
     """Describes one array per slot; returns what to keep, beside the slots, until they have been copied."""
     cdef object kept = None, one

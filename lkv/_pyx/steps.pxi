@@ -68,24 +68,28 @@ cdef class Step:
         cdef lkv_status status
         self.usable()
         cdef Table *table = self.cache.table
+        expect_row(table, index, self.start)
         cdef void *stream = (<Handle *>self.lease).stream
         if table.n_slots > STACK_SLOTS:
             refs = <ArrayRef *>checked_malloc(table.n_slots * sizeof(ArrayRef))
         try:
-            slots = as_slots(self.cache, slots, "append") if not copy else brought(self.cache, slots, "append")
-            kept = borrow_all(self.cache, slots, refs, "append")
+            if copy or not borrow_plain(table, slots, refs):
+                slots = as_slots(self.cache, slots, "append") if not copy else brought(self.cache, slots, "append")
+                kept = borrow_all(self.cache, slots, refs, "append")
             if not table.check(index, refs, table.n_slots, &rows, &fault):
                 raise_fault(self.cache, "append", &fault, slots, self.n)
             await_sources(table, slots, refs, stream)
             if rows * self.cache.token_bytes < RELEASE_GIL_FROM:
                 status = table.write(self.ticket, stream, index, self.start, refs, rows, &fault)
             else:
+                slots = tuple(slots)  # a list may change meanwhile
                 with nogil:
                     status = table.write(self.ticket, stream, index, self.start, refs, rows, &fault)
             if status == LKV_E_INVALID:
                 raise_fault(self.cache, "append", &fault, slots, self.n)
             check(status, "append")
             release_sources(table, slots, refs, stream)
+            expect_row(table, index + 1, self.start)  # a model goes through its layers in order
         finally:
             if refs != stack:
                 free(refs)
@@ -228,6 +232,7 @@ cdef int append_all(Step step, object slots) except -1:
             if not table.populated(layer):
                 continue
             rows = step.n
+            expect_row(table, layer, step.start)
             if not table.check(layer, refs + row * n_slots, n_slots, &rows, &fault):
                 raise_fault(cache, f"append_layers: layer {layer}", &fault,
                             slots[row] if by_layer else [one_layer(array, row) for array in slots], step.n)

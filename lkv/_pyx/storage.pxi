@@ -145,7 +145,7 @@ cdef class Storage:
     @property
     def version(self):
         """Moves by one with every completed write."""
-        return loaded(held(self).version)
+        return held(self).version.now()
 
     def bump_version(self):
         """Say that the content changed in a way lkv did not see, such as a kernel through a raw pointer."""

@@ -81,14 +81,14 @@ cdef int await_rows_here(View view) except -1:
 
 # ---- arrays that come in from the device itself ----
 
-cdef inline int await_sources(Table *table, tuple slots, const ArrayRef *refs, void *stream) except -1:
+cdef inline int await_sources(Table *table, object slots, const ArrayRef *refs, void *stream) except -1:
     """Makes a stream that will read device arrays wait for the streams that compute them."""
     if (<Device *>table.device).table.event_record != NULL:
         order_sources(<Device *>table.device, slots, refs, stream, True)
     return 0
 
 
-cdef inline int release_sources(Table *table, tuple slots, const ArrayRef *refs, void *stream) except -1:
+cdef inline int release_sources(Table *table, object slots, const ArrayRef *refs, void *stream) except -1:
     """Makes the streams that device arrays are worked on with wait until they have been read."""
     if (<Device *>table.device).table.event_record != NULL:
         order_sources(<Device *>table.device, slots, refs, stream, False)

@@ -105,23 +105,28 @@ cdef class SlotTable:
         cdef lkv_status status
         cdef Table *table = self.held()
         cdef void *stream = NULL
+        expect_row(table, index, table.queue.length())
         if table.n_slots > STACK_SLOTS:
             refs = <ArrayRef *>checked_malloc(table.n_slots * sizeof(ArrayRef))
         try:
-            slots = as_slots(self, slots, "append") if not copy else brought(self, slots, "append")
-            kept = borrow_all(self, slots, refs, "append")
+            if copy or not borrow_plain(table, slots, refs):
+                slots = as_slots(self, slots, "append") if not copy else brought(self, slots, "append")
+                kept = borrow_all(self, slots, refs, "append")
             if not table.check(index, refs, table.n_slots, &rows, &fault):
                 raise_fault(self, "append", &fault, slots, rows)
             current_stream(<Device *>table.device, &stream)
             await_sources(table, slots, refs, stream)
             if rows * self.token_bytes < RELEASE_GIL_FROM:
-                status = table.append(index, refs, rows, &fault)
+                status = table.append(index, refs, rows, not BUILD_FREE_THREADING, &fault)
             else:
+                slots = tuple(slots)  # a list may change meanwhile
                 with nogil:
-                    status = table.append(index, refs, rows, &fault)
+                    status = table.append(index, refs, rows, False, &fault)
             if status != LKV_OK:
+                slots = tuple(slots)  # nor may it change while this waits
                 self.append_waiting(status, index, refs, rows, &fault, slots)
             release_sources(table, slots, refs, stream)
+            expect_row(table, index + 1, table.queue.length())  # a model goes through its layers in order
         finally:
             if refs != stack:
                 free(refs)
@@ -312,14 +317,14 @@ cdef class SlotTable:
         """Return the version of a slot: moves by one with every append to its layer. 0 when unpopulated."""
         cdef int64_t index = self.layer_index(layer)
         cdef int which = layout.check_index(slot, self.table.n_slots, "slot")
-        return loaded(self.table.at(index, which).version[0]) if self.table.populated(index) else 0
+        return self.table.at(index, which).version.now() if self.table.populated(index) else 0
 
     def bump_version(self, layer, slot):
         """Say that a slot was written by means lkv did not see. Out of range it does nothing."""
         cdef int64_t index = 0
         cdef int32_t which = 0
         if self.find_slot(layer, slot, &index, &which) and self.table.populated(index):
-            self.table.at(index, which).version.fetch_add(1)
+            self.table.at(index, which).version.bump()
 
     def slot_storage(self, layer, slot):
         """Return the `Storage` behind a slot, or None when the layer is unpopulated or out of range."""

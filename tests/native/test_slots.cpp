@@ -177,7 +177,7 @@ bool untouched(const Layer &layer) {
   for (std::int32_t s = 0; s < layer.table->n_slots; s++) {
     const lkv_buffer *buffer = layer.table->at(1, s).buffer;
     if (std::any_of(buffer->data, buffer->data + buffer->nbytes, [](char byte) { return byte != 0; })) return false;
-    if (layer.table->at(1, s).version->load()) return false;
+    if (layer.table->at(1, s).version->now()) return false;
   }
   return layer.table->written(1) == 0;
 }
@@ -204,8 +204,8 @@ void any_strides_arrive_in_order_in_any_layout() {
               layer.expect(0, a, 2);
               layer.expect(1, b, 2);
               CHECK(layer.table->written(1) == (rows ? 2 + rows : 0));
-              CHECK(layer.table->at(1, 1).version->load() == (rows ? 1u : 0u));
-              CHECK(layer.table->at(1, 0).buffer->version == (rows ? 1u : 0u));
+              CHECK(layer.table->at(1, 1).version->now() == (rows ? 1u : 0u));
+              CHECK(layer.table->at(1, 0).buffer->version.now() == (rows ? 1u : 0u));
             }
         } while (std::next_permutation(order.begin(), order.end()));
       }
@@ -294,21 +294,51 @@ void an_append_goes_behind_the_published_rows_unless_a_step_is_on() {
   const ArrayRef ref = two.get();
   Fault fault{};
   layer.table->queue->publish(3);
-  CHECK_OK(layer.table->append(1, &ref, 2, &fault));
+  CHECK_OK(layer.table->append(1, &ref, 2, false, &fault));
   layer.expect(0, two, 3);
   CHECK(layer.table->queue->length() == 3 && layer.table->written(1) == 5);
   CHECK(layer.table->incomplete(5) == -1 && layer.table->incomplete(6) == 1);
   Request step = Request::step(2);
   CHECK_OK(layer.table->queue->acquire(step, LKV_TRY));
-  CHECK(layer.table->append(1, &ref, 2, &fault) == LKV_E_TIMEOUT);
+  CHECK(layer.table->append(1, &ref, 2, false, &fault) == LKV_E_TIMEOUT);
   layer.table->queue->release(step);
   layer.table->queue->publish(7);
-  CHECK(layer.table->append(1, &ref, 2, &fault) == LKV_E_INVALID && fault.what == Fault::capacity);
+  CHECK(layer.table->append(1, &ref, 2, false, &fault) == LKV_E_INVALID && fault.what == Fault::capacity);
   layer.table->forget_unpublished(4);
   CHECK(layer.table->written(1) == 4);
   layer.table->drop(1);
-  CHECK(layer.table->append(1, &ref, 2, &fault) == LKV_E_INVALID && fault.what == Fault::unpopulated);
+  CHECK(layer.table->append(1, &ref, 2, false, &fault) == LKV_E_INVALID && fault.what == Fault::unpopulated);
   CHECK(!layer.table->populated(1) && layer.table->written(1) == 0);
+}
+
+void a_row_that_is_expected_is_not_touched() {
+  for (bool packed : {false, true}) {
+    Layer layer(8, {{0, 4}, {0, 5000}}, 0, packed);
+    for (std::int64_t which : {-1, 0, 1, 2, 1 << 20})
+      for (std::int64_t row : {0, 7, 8, 1 << 20}) layer.table->expect(which, row);
+    CHECK(untouched(layer));
+    layer.table->drop(1);
+    layer.table->expect(1, 0);
+  }
+  Layer many(8, {{3, 0, 4}, {700, 0, 2}}, 1), elsewhere(8, {{0, 4}}, 0, false, far_away.device);
+  many.table->expect(1, 7);
+  elsewhere.table->expect(1, 0);
+  CHECK(untouched(many) && untouched(elsewhere));
+}
+
+void versions_count_the_writes_of_all_threads() {
+  Version version;
+  CHECK(version.now() == 0);
+  const auto bump = [&] {
+    for (int i = 0; i < scaled(10000); i++) version.bump();
+  };
+  std::thread one(bump), other(bump);
+  for (int i = 0; i < scaled(10000); i++) version.bump_alone();
+  one.join();
+  other.join();
+  CHECK(version.now() == 3 * static_cast<std::uint64_t>(scaled(10000)));
+  version.reset();
+  CHECK(version.now() == 0);
 }
 
 void a_layer_that_failed_half_way_does_not_count_as_written() {
@@ -318,7 +348,7 @@ void a_layer_that_failed_half_way_does_not_count_as_written() {
   for (int call : {0, 1}) {
     far_away.fail_after = call;
     CHECK(layer.put({a.get(), b.get()}, 1) == LKV_E_DEVICE && layer.fault.what == Fault::none);
-    CHECK(layer.table->written(1) == 1 && layer.table->at(1, 0).version->load() == 1);
+    CHECK(layer.table->written(1) == 1 && layer.table->at(1, 0).version->now() == 1);
   }
   CHECK_OK(layer.put({a.get(), b.get()}, 1));
   CHECK(layer.table->written(1) == 3);
@@ -345,7 +375,7 @@ void two_threads_do_not_write_one_layer_at_once() {
   std::thread other(write);
   write();
   other.join();
-  CHECK(layer.table->at(1, 0).version->load() == static_cast<std::uint64_t>(done.load()) && done > 0);
+  CHECK(layer.table->at(1, 0).version->now() == static_cast<std::uint64_t>(done.load()) && done > 0);
 }
 
 void rows_that_are_fed_back_arrive_as_they_were() {
@@ -402,7 +432,7 @@ void clearing_a_layer_leaves_zeros_and_no_poison() {
     layer.table->at(1, 0).buffer->poisoned = true;
     CHECK_OK(layer.table->clear(1));
     CHECK(!layer.table->at(1, 0).buffer->poisoned);
-    CHECK(layer.table->at(1, 0).version->load() == 2 && layer.table->at(1, 1).version->load() == 2);
+    CHECK(layer.table->at(1, 0).version->now() == 2 && layer.table->at(1, 1).version->now() == 2);
     const Array none_a({0, 512}, 1), none_b({0, 64}, 1);
     layer.expect(0, none_a, 0);
     layer.expect(1, none_b, 0);
@@ -444,6 +474,8 @@ int main() {
   RUN(what_does_not_fit_is_named_and_nothing_is_written);
   RUN(rows_end_at_the_capacity);
   RUN(an_append_goes_behind_the_published_rows_unless_a_step_is_on);
+  RUN(a_row_that_is_expected_is_not_touched);
+  RUN(versions_count_the_writes_of_all_threads);
   RUN(a_layer_that_failed_half_way_does_not_count_as_written);
   RUN(two_threads_do_not_write_one_layer_at_once);
   RUN(rows_that_are_fed_back_arrive_as_they_were);
