@@ -57,7 +57,7 @@ storage = Extension(
 )
 
 setup(
-    packages=[*find_packages(include=["lkv", "lkv.*"]), "lkv.include"],
-    package_dir={"lkv.include": "include"},
+    packages=[*find_packages(include=["lkv", "lkv.*"]), "lkv.include", "lkv.bench"],
+    package_dir={"lkv.include": "include", "lkv.bench": "benchmarks"},
     ext_modules=cythonize([storage], compiler_directives=directives),
 )

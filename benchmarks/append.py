@@ -9,10 +9,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from benchmarks.measure import Contender, Progress, Settings, Table, Target, compare
-from benchmarks.native import api_address, library, places, storages_of
-from benchmarks.optional import peer
 from lkv import LatentKvCache
+
+from .measure import Contender, Progress, Settings, Table, Target, compare
+from .native import api_address, library, places, storages_of
+from .optional import missing, peer
 
 __all__ = ["run"]
 
@@ -77,22 +78,28 @@ def run(settings: Settings, progress: Progress) -> list[Table]:
                 settings=settings,
                 progress=progress,
                 targets=TARGETS if name == "cold" else [],
-                missing=[] if torch is not None else ["torch"],
+                missing=missing(["torch"]),
+                key=f"append-{name}",
             )
         )
     return tables
 
 
 TARGETS = [
-    Target("cache.append, numpy", "C memcpy", 3.5),
-    Target("cache.append, numpy", "numpy slice, bf16", 0.35),
-    Target("step.append, numpy", "C memcpy", 3.5),
-    Target("step.append, numpy", "numpy slice, bf16", 0.35),
-    Target("step.append, torch", "C memcpy", 4.6),
-    Target("step.append, torch", "torch copy_", 1 / 12),
+    *(
+        target
+        for name in ("step.append", "cache.append")
+        for target in (
+            Target(f"{name}, numpy", "C memcpy", 3.5),
+            Target(f"{name}, numpy", "numpy slice, bf16", 0.35),
+            Target(f"{name}, torch", "C memcpy", 4.6),
+            Target(f"{name}, torch", "torch copy_", 1 / 12),
+        )
+    ),
     Target("step.append_layers, numpy", "C memcpy", 1.6),
     Target("step.append_layers, torch", "C memcpy", 3.0),
-    Target("step.append_layers, stacked", "C memcpy", 1.5),
+    Target("step.append_layers, numpy stacked", "C memcpy", 1.5),
+    Target("step.append_layers, torch stacked", "C memcpy", 1.5),
     Target("C memcpy under one lease", "C memcpy", 1.15),
 ]
 
@@ -141,7 +148,7 @@ def numpy_contenders(rows: Rows, arrays: list[Pair]) -> list[Contender]:
         contender("numpy slice, uint16", slices(rows, raw_targets, raw_sources), rows.move),
         contender("numpy slice, bf16", slices(rows, targets, sources), rows.move),
         *lkv_contenders(rows, "numpy", arrays),
-        contender("step.append_layers, stacked", whole_tokens(rows, stacked), rows.publish),
+        contender("step.append_layers, numpy stacked", whole_tokens(rows, stacked), rows.publish),
     ]
 
 
@@ -149,6 +156,7 @@ def torch_contenders(rows: Rows, torch: Any) -> list[Contender]:
     torch.set_num_threads(1)
     targets = [storage.alias().torch() for storage in rows.storages]
     arrays = [[torch.ones((1, width), dtype=torch.bfloat16) for width in WIDTHS] for _ in range(LAYERS)]
+    stacked = [torch.stack([pair[slot] for pair in arrays]) for slot in range(len(WIDTHS))]
     sources = [array for pair in arrays for array in pair]
     pairs = list(zip(targets, sources, strict=True))
 
@@ -167,6 +175,7 @@ def torch_contenders(rows: Rows, torch: Any) -> list[Contender]:
         contender("torch copy_", copy, rows.move),
         contender("torch index_copy_", index_copy, rows.move),
         *lkv_contenders(rows, "torch", arrays),
+        contender("step.append_layers, torch stacked", whole_tokens(rows, stacked), rows.publish),
     ]
 
 

@@ -40,12 +40,15 @@ class Contender:
         What a round's time is divided by.
     prepare : callable, optional
         Before each round, not timed.
+    threaded : bool
+        Its library computes on threads of its own, whose CPU time counts too.
     """
 
     name: str
     run: Callable[[], Any]
     operations: int
     prepare: Callable[[], Any] | None = None
+    threaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,9 @@ class Table:
     wall : dict
         The same on the wall clock, where the main number is thread CPU time.
     missing : list of str
-        Peers that are not installed.
+        Peers that are not installed, and contenders left out for another reason, which is said.
+    key : str
+        What the figures find it by.
     """
 
     title: str
@@ -91,6 +96,7 @@ class Table:
     wall: dict[str, list[float]] = field(default_factory=dict)
     targets: list[Target] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    key: str = ""
 
     def quartiles(self, name: str) -> tuple[float, float, float]:
         """Return lower quartile, median and upper quartile of a contender."""
@@ -100,6 +106,11 @@ class Table:
         """Return the quartiles of the ratio to a base, taken within each round."""
         pairs = zip(self.samples[name], self.samples[base or self.base], strict=True)
         return quartiles([a / b if b else float("inf") for a, b in pairs])
+
+    def met(self, target: Target) -> bool | None:
+        """Say whether a target is met; None when a contender of it is missing."""
+        value = self.value(target)
+        return None if value is None else value <= target.most
 
     def value(self, target: Target) -> float | None:
         """Return what a target is compared with; None when a contender of it is missing."""
@@ -141,8 +152,8 @@ def compare(
     rounds : int
         How many; two more before them are not counted.
     clock : {"cpu", "wall"}
-        What the ratios are taken of: thread CPU time, which other load disturbs less, or elapsed time, where other
-        threads take part.
+        What the ratios are taken of: CPU time, which other load disturbs least, or elapsed time, where threads wait for
+        each other.
     **more
         Further fields of the table.
     """
@@ -155,12 +166,13 @@ def compare(
         for contender in order:
             if contender.prepare is not None:
                 contender.prepare()
-            begun, used = time.perf_counter_ns(), time.thread_time_ns()
+            cpu_time = time.process_time_ns if contender.threaded else time.thread_time_ns
+            begun, used = time.perf_counter_ns(), cpu_time()
             contender.run()
-            used, begun = time.thread_time_ns() - used, time.perf_counter_ns() - begun
+            used, begun = cpu_time() - used, time.perf_counter_ns() - begun
             if count >= 0:
                 cpu[contender.name].append(used / contender.operations)
                 wall[contender.name].append(begun / contender.operations)
         progress(title, (count + 3) / (rounds + 2))
-    main, other = (cpu, wall) if clock == "cpu" else (wall, {})
+    main, other = (wall, {}) if clock == "wall" else (cpu, wall)
     return Table(title, "ns", base or contenders[0].name, main, other, **more)

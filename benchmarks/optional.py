@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from types import ModuleType
 
-__all__ = ["peer"]
+__all__ = ["missing", "peer"]
 
 
 def peer(name: str) -> ModuleType | None:
@@ -14,3 +15,8 @@ def peer(name: str) -> ModuleType | None:
         return importlib.import_module(name)
     except ImportError:
         return None
+
+
+def missing(names: Sequence[str]) -> list[str]:
+    """Return those that cannot be imported, as a table says it."""
+    return [f"{name}: not installed" for name in names if peer(name) is None]

@@ -1,4 +1,4 @@
-"""The ``lkv`` command: ``decode`` runs MLA layers, ``info`` says what is installed, ``inspect`` looks into a cache."""
+"""The ``lkv`` command: ``decode`` runs MLA layers, ``demo`` writes text, ``inspect`` looks into a cache, ``info``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
 import lkv
-from lkv import _storage, demo, devices, inspect
+from lkv import _storage, decoding, devices, inspect
 from lkv.dtypes import ALL
 from lkv.errors import GeometryError, RestoreError
 from lkv.mla.config import PRESETS
+from lkv.tiny import command as tiny_demo
 
 __all__ = ["main"]
 
@@ -60,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         status: int = args.run(args)
-    except demo.UsageError as error:
+    except decoding.UsageError as error:
         print(f"lkv {args.command}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -76,7 +79,16 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="lkv", description="A cache for the decode state of language models.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"lkv {lkv.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{decode,info,inspect}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{bench,decode,demo,info,inspect}")
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure lkv beside its peers and limits",
+        add_help=False,
+        prefix_chars="\0",  # options are for the benchmarks to parse
+    )
+    bench.set_defaults(run=_bench)
+    bench.add_argument("arguments", nargs="*")
 
     decode = commands.add_parser(
         "decode", help="decode tokens through a latent cache and check them", allow_abbrev=False
@@ -115,6 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     decode.add_argument("--no-check", action="store_true", help="skip the comparison with a run without a cache")
     decode.add_argument("--json", action="store_true", help="print one JSON object")
     decode.add_argument("--quiet", action="store_true", help="print the result only")
+
+    tiny_demo.add_parser(commands, _positive, _count)
 
     info = commands.add_parser("info", help="versions, devices, element types and build", allow_abbrev=False)
     info.set_defaults(run=_info)
@@ -157,8 +171,8 @@ def _decode(args: argparse.Namespace) -> int:
     try:
         config = dataclasses.replace(preset, n_layers=max(preset.n_layers, args.layers or 0), **changes)
     except GeometryError as error:
-        raise demo.UsageError(f"--{str(error).replace('_', '-')}") from error
-    options = demo.DecodeOptions(
+        raise decoding.UsageError(f"--{str(error).replace('_', '-')}") from error
+    options = decoding.DecodeOptions(
         name=args.preset if config == preset else f"{args.preset} (changed)",
         config=config,
         prompt=args.prompt,
@@ -174,7 +188,7 @@ def _decode(args: argparse.Namespace) -> int:
         check=not args.no_check,
     )
     quiet = args.quiet
-    report = demo.decode(options, _silent if quiet else _bar if sys.stderr.isatty() and not args.json else _lines)
+    report = decoding.decode(options, _silent if quiet else _bar if sys.stderr.isatty() and not args.json else _lines)
     print(json.dumps(report) if args.json else _table(_decode_rows(report)))
     return 1 if report["check"] is not None and not report["check"]["passed"] else 0
 
@@ -211,6 +225,20 @@ def _decode_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"{'passed' if check['passed'] else 'FAILED'}: {check['tokens_equal']} of {check['tokens_checked']} tokens "
             f"equal without a cache, logits differ by {check['logit_difference']:.1e} (limit {check['tolerance']:.1e})",
         )
+
+
+def _bench(args: argparse.Namespace) -> int:
+    status: int = _benchmarks().main(args.arguments)
+    return status
+
+
+def _benchmarks() -> ModuleType:
+    checkout = Path(lkv.__file__).resolve().parents[1]
+    if not (checkout / "benchmarks" / "run.py").is_file():
+        return importlib.import_module("lkv.bench.run")
+    if str(checkout) not in sys.path:  # a checkout has beside the package what a wheel has in it
+        sys.path.append(str(checkout))
+    return importlib.import_module("benchmarks.run")
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -250,20 +278,20 @@ def _inspect(args: argparse.Namespace) -> int:
         plot = importlib.import_module("lkv.plot") if args.plot is not None else None
         if plot is not None:
             plot.require_matplotlib()
-        cache: Any = demo.small_cache() if args.demo else importlib.import_module("lkv.persist").describe(args.path)
+        cache: Any = decoding.small_cache() if args.demo else importlib.import_module("lkv.persist").describe(args.path)
         measured = list(inspect.measure(cache))
     except (OSError, RestoreError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise demo.UsageError(reason if str(args.path) in reason else f"{args.path}: {reason}") from error
+        raise decoding.UsageError(reason if str(args.path) in reason else f"{args.path}: {reason}") from error
     except ImportError as error:
-        raise demo.UsageError(f"--plot: {error}") from error
+        raise decoding.UsageError(f"--plot: {error}") from error
     rows = [row for row, _ in measured]
     notes = inspect.findings(rows)
     if plot is not None:
         try:
             plot.save_plot(measured, args.plot, title="demo" if args.demo else args.path)
         except (OSError, ValueError) as error:
-            raise demo.UsageError(f"--plot: {error}") from error
+            raise decoding.UsageError(f"--plot: {error}") from error
     described = {
         "source": "demo" if args.demo else args.path,
         "kind": type(cache).__name__ if args.demo else cache.kind,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lkv
-from lkv import _host, cli, demo
+from lkv import _host, cli, decoding
 from lkv.dtypes import ALL
 from lkv.mla import PRESETS
 
@@ -40,8 +40,8 @@ def test_decode_passes_its_check_in_every_form(run, dtype, form, layout):
     assert (status, err) == (0, "")
     report = json.loads(out)
     assert report["check"]["passed"]
-    assert report["check"]["tokens_checked"] == demo.CHECKED_TOKENS
-    assert report["check"]["tokens_equal"] == demo.CHECKED_TOKENS
+    assert report["check"]["tokens_checked"] == decoding.CHECKED_TOKENS
+    assert report["check"]["tokens_equal"] == decoding.CHECKED_TOKENS
     assert report["cache"]["dtype"] == dtype
     assert report["cache"]["layout"] == layout
     assert report["timing"]["form"] == form
@@ -144,7 +144,7 @@ def test_more_layers_than_the_preset_has_make_a_larger_model(run):
 
 
 def test_no_check_skips_the_reference(run, monkeypatch):
-    monkeypatch.setattr(demo, "reference_logits", lambda *a: pytest.fail("the reference ran"))
+    monkeypatch.setattr(decoding, "reference_logits", lambda *a: pytest.fail("the reference ran"))
     status, out, _ = run(*SMALL, "--no-check")
     assert status == 0
     assert "not run" in out
@@ -192,14 +192,14 @@ SPOILS = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("spoil", SPOILS)
 def test_a_cache_that_returns_other_rows_fails_the_check(run, monkeypatch, spoil, dtype):
-    real = demo.LatentKvCache
+    real = decoding.LatentKvCache
 
     class Factory:
         @staticmethod
         def with_capacity(**geometry):
             return SpoilingCache(real.with_capacity(**geometry), SPOILS[spoil])
 
-    monkeypatch.setattr(demo, "LatentKvCache", Factory)
+    monkeypatch.setattr(decoding, "LatentKvCache", Factory)
     status, out, _ = run(*SMALL, "--dtype", dtype, "--json")
     assert status == 1
     assert not json.loads(out)["check"]["passed"]
@@ -212,8 +212,8 @@ def test_a_wrong_token_fails_the_check_even_when_the_logits_agree():
     logits = np.random.default_rng(0).standard_normal((2, 50)).astype(np.float32)
     tokens = [int(row.argmax()) for row in logits]
     dtype = lkv.DType.of("float32")
-    assert demo.compare(tokens, logits, logits, dtype)["passed"]
-    verdict = demo.compare([tokens[0], (tokens[1] + 1) % 50], logits, logits, dtype)
+    assert decoding.compare(tokens, logits, logits, dtype)["passed"]
+    verdict = decoding.compare([tokens[0], (tokens[1] + 1) % 50], logits, logits, dtype)
     assert not verdict["passed"]
     assert verdict["tokens_equal"] == 1
 
@@ -259,7 +259,7 @@ def test_an_unknown_choice_is_refused_by_name(run, flag):
     ("argv", "message"),
     [
         ([], "lkv: error: the following arguments are required"),
-        (["encode"], "lkv: error: argument {decode,info,inspect}: invalid choice: 'encode'"),
+        (["encode"], "lkv: error: argument {bench,decode,demo,info,inspect}: invalid choice: 'encode'"),
         (["decode", "--tok", "3"], "lkv: error: unrecognized arguments: --tok 3"),
         (["info", "--quiet"], "lkv: error: unrecognized arguments: --quiet"),
         (["decode", "--prompt"], "lkv decode: error: argument --prompt: expected one argument"),
@@ -289,15 +289,15 @@ def test_layers_beyond_memory_are_refused_with_the_number_that_fits(run, monkeyp
 
 
 def test_without_layers_a_third_of_free_memory_decides(monkeypatch):
-    options = demo.DecodeOptions("deepseek-v3", PRESETS["deepseek-v3"])
+    options = decoding.DecodeOptions("deepseek-v3", PRESETS["deepseek-v3"])
     for free, layers in [(1e9, 1), (12e9, 5), (1e12, 61)]:
         monkeypatch.setattr(_host, "free_memory", lambda free=free: int(free))
-        assert demo.fitting_layers(options) == layers
+        assert decoding.fitting_layers(options) == layers
 
 
 def test_layers_left_out_for_memory_are_said_in_the_table(run, monkeypatch):
     per_layer = PRESETS["tiny"].weights_per_layer * 4
-    base = demo.MLAStack.bytes_required(PRESETS["tiny"], 0)
+    base = decoding.MLAStack.bytes_required(PRESETS["tiny"], 0)
     monkeypatch.setattr(_host, "free_memory", lambda: 3 * (base + int(2.9 * per_layer)))
     status, out, _ = run("decode", "--prompt", 4, "--tokens", 2)
     assert status == 0
@@ -310,7 +310,7 @@ def test_an_interrupt_ends_quietly_with_130(run, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "decode", interrupted)
+    monkeypatch.setattr(decoding, "decode", interrupted)
     assert run("decode") == (130, "", "")
 
 

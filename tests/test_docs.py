@@ -32,7 +32,7 @@ def test_what_is_left_to_ci_is_run_by_ci():
         if block.value == "CI runs it"
         for command in block.body.strip().splitlines()
     ]
-    assert commands[:2] == ["pip install . && lkv decode --preset tiny", "pip install '.[test]' && pytest"]
+    assert commands[:2] == ["pip install . && lkv demo", "pip install '.[test]' && pytest"]
     if CI.is_file():  # not in an sdist
         script = CI.read_text()
         assert [command for command in commands if command not in script] == []

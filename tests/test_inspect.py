@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers.fake_devices import PlainDevice
 
-from lkv import KvCache, LatentKvCache, cli, demo, inspect
+from lkv import KvCache, LatentKvCache, cli, decoding, inspect
 from lkv.errors import ArgumentTypeError
 
 persist = pytest.importorskip("lkv.persist")
@@ -175,7 +175,7 @@ def test_what_looks_wrong_is_noted(run, monkeypatch):
         cache.advance_by(2)
         return cache
 
-    monkeypatch.setattr(demo, "small_cache", spoilt)
+    monkeypatch.setattr(decoding, "small_cache", spoilt)
     status, out, _ = run("inspect", "--demo")
     assert status == 0 and out.splitlines()[-2:] == [
         "note: layer 0 slot 0 (slot0): all zero, as if never written: rows 3-4",

@@ -104,6 +104,26 @@ def test_a_list_that_changes_while_it_is_being_written_does_no_harm(in_step):
             cache.truncate_to(0)
 
 
+def test_a_list_that_changes_while_the_append_waits_does_no_harm():
+    cache = LatentKvCache.with_capacity(1, 8, [(512,), (3,)], "i64")
+    for attempt in range(10):
+        rows = [np.full((1, 512), attempt), np.full((1, 3), attempt)]
+        with cache.step(1) as step:
+            writer = start(cache.append, 0, rows)
+            time.sleep(attempt * 0.003)
+            rows.clear()
+            others = [np.full((1, 512), -1) for _ in range(8)]  # where the rows were, if nobody kept them
+            step.abandon()
+        try:
+            writer.result(PATIENCE)
+        except Exception as error:
+            assert "got 0" in str(error)  # the list was empty before the call looked
+            continue
+        cache.advance_by(1)
+        assert all((array == attempt).all() for array in content(cache, 0)) and len(others) == 8
+        cache.truncate_to(0)
+
+
 @pytest.mark.parametrize("in_step", [False, True])
 def test_a_large_append_lets_other_threads_run(in_step):
     cache = LatentKvCache.with_capacity(1, 16, [(BIG,)], "i64")

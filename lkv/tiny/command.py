@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from lkv.cache import LatentKvCache
 from lkv.cache.persistent import human_bytes
-from lkv.demo import UsageError
+from lkv.decoding import UsageError
 from lkv.tiny.engines import ENGINES, Engine
 from lkv.tiny.model import TinyModel
 from lkv.tiny.status import StatusLine
