@@ -18,7 +18,7 @@ __all__ = ["LkvCache"]
 
 
 class LkvCache(cache_utils.Cache):  # type: ignore[misc]
-    """The latents of an MLA model, preallocated: ``model.generate(..., past_key_values=LkvCache(model, 32768))``.
+    """The latents of an MLA model, preallocated: ``model.generate(..., cache=LkvCache(model, 32768))``.
 
     Every attention layer that keeps all of its past gets slots ``c_kv`` (``kv_lora_rank`` wide) and ``k_pe``
     (``qk_rope_head_dim`` wide) of one `LatentKvCache`, in the dtype and on the device of the model. Sliding-window,
@@ -48,6 +48,8 @@ class LkvCache(cache_utils.Cache):  # type: ignore[misc]
 
     Notes
     -----
+    ``cache=`` was called ``past_key_values=`` before transformers 5.24.
+
     Memory is allocated by the first rows, which tell batch size, dtype and device; `open` does so before. A cache that
     is empty again takes another batch size.
     """

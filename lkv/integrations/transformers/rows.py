@@ -102,6 +102,7 @@ class BatchRows:
         cache = self.cache
         assert cache is not None
         n = rows[0].shape[2]
+        again = layer in self._written  # no longer, when rows of another geometry began anew
         if again and self._written == self._abandoned:
             self._abandoned = set()
             raise IncompleteStepError(

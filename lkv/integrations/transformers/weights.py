@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -37,15 +37,11 @@ class UpProjections:
     def read(self, module: torch.nn.Module) -> torch.Tensor:
         """Return the weights as they are now."""
         projection = module.kv_b_proj
-        if getattr(projection, "bias", None) is not None:
-            raise ArgumentTypeError(f"{self.name}: has a bias, which no known MLA model has")
-        weight = projection.weight.detach() if type(projection) is torch.nn.Linear else self._made_from(module)
-        if _is_sharded(weight):
-            raise ArgumentTypeError(f"{self.name}: is split over devices, and lkv cannot absorb a part of the heads")
-        if weight.device.type == "meta":
-            raise ArgumentTypeError(
-                f"{self.name}: holds no weights at this time (meta device: offloaded, or not loaded)"
-            )
+        plain = type(projection) is torch.nn.Linear
+        self._check([projection.weight] if plain else [*projection.parameters(), *projection.buffers()])
+        if plain and projection.bias is not None:
+            self._refuse_bias()
+        weight = projection.weight.detach() if plain else self._made_from(module)
         if weight.ndim != 2 or weight.shape[1] != self.rank or weight.shape[0] % self.width:
             raise ShapeMismatchError(
                 f"{self.name}: expected [heads * {self.width}, {self.rank}], got {list(weight.shape)}",
@@ -60,15 +56,30 @@ class UpProjections:
         if self._made is None or state != self._made_of:
             # The weights of a norm, if nothing else, are in the dtype that the projection is called with.
             like = next((weight for weight in module.parameters() if weight.ndim == 1), torch.empty(0))
+            inputs = torch.cat([torch.eye(self.rank), torch.zeros(1, self.rank)]).to(like.device, like.dtype)
             try:
                 with torch.no_grad():
-                    made = projection(torch.eye(self.rank, dtype=like.dtype, device=like.device)).T.contiguous()
+                    made = projection(inputs)
             except Exception as error:
                 raise ArgumentTypeError(
                     f"{self.name}: a {type(projection).__name__}, whose weight cannot be read ({error})"
                 ) from error
+            if made[-1].any():
+                self._refuse_bias()
+            made = made[:-1].T.contiguous()
             self._made, self._made_of = made, state
         return self._made
+
+    def _check(self, tensors: list[torch.Tensor]) -> None:
+        if any(_is_sharded(tensor) for tensor in tensors):
+            raise ArgumentTypeError(f"{self.name}: is split over devices, and lkv cannot absorb a part of the heads")
+        if any(tensor.device.type == "meta" for tensor in tensors):
+            raise ArgumentTypeError(
+                f"{self.name}: holds no weights at this time (meta device: offloaded, or not loaded)"
+            )
+
+    def _refuse_bias(self) -> NoReturn:
+        raise ArgumentTypeError(f"{self.name}: has a bias, which no known MLA model has")
 
 
 def _state_of(projection: torch.nn.Module) -> object:
@@ -77,7 +88,9 @@ def _state_of(projection: torch.nn.Module) -> object:
         [repr(getattr(part, name, None)) for name in ("active_adapters", "merged", "disable_adapters", "scaling")]
         for part in projection.modules()
     ]
-    return [(tensor.data_ptr(), tensor._version, tensor.dtype, tensor.device) for tensor in tensors], adapters
+    # Tensors made in inference mode have no version.
+    versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [(tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in tensors], versions, adapters
 
 
 def _is_sharded(weight: torch.Tensor) -> bool:
