@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 from helpers.hf_cache import dynamic, same  # noqa: E402
 from helpers.hf_models import caches_latents, installed_families, prompt, tiny  # noqa: E402
 from helpers.hf_runs import forward, generate, one_thread  # noqa: E402, F401
+from helpers.ids import named  # noqa: E402
 
 from lkv.errors import ArgumentTypeError, GeometryError, ShapeMismatchError  # noqa: E402
 from lkv.integrations.transformers import Absorbed, LkvCache, absorb  # noqa: E402
@@ -385,7 +386,7 @@ def test_weights_that_cannot_be_read_are_refused_by_name_and_nothing_is_changed(
     assert attributes(model) == before
 
 
-@pytest.mark.parametrize("thing", [None, 3, "deepseek", object()], ids=str)
+@pytest.mark.parametrize("thing", [None, 3, "deepseek", object()], ids=named)
 def test_what_is_no_module_is_refused(thing):
     with pytest.raises(ArgumentTypeError, match="model"):
         absorb(thing)

@@ -8,6 +8,7 @@ transformers = pytest.importorskip("transformers")
 
 from helpers.hf_cache import Unchanged, dynamic, model_of, push, random_rows, rows_of, same  # noqa: E402
 from helpers.hf_runs import one_thread  # noqa: E402, F401
+from helpers.ids import named  # noqa: E402
 from helpers.memory import resident_of  # noqa: E402
 
 from lkv import DType, LatentKvCache  # noqa: E402
@@ -513,7 +514,7 @@ def test_a_device_that_is_not_there_is_refused_by_the_first_rows(model):
     assert cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("model", [None, 7, "deepseek", torch.nn.Linear(1, 1), {}, object()], ids=str)
+@pytest.mark.parametrize("model", [None, 7, "deepseek", torch.nn.Linear(1, 1), {}, object()], ids=named)
 def test_what_is_no_model_is_refused(model):
     with pytest.raises(ArgumentTypeError, match="model"):
         LkvCache(model, 16)

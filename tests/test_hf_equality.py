@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from helpers import hf_runs  # noqa: E402
 from helpers.hf_models import EAGER_ONLY, ROWS, SLIDING, STATEFUL, YARN, caches_latents, installed_families, tiny  # noqa: E402
+from helpers.hf_models import FAMILIES as MODELS  # noqa: E402
 from helpers.hf_runs import FULL, one_thread, own_cache  # noqa: E402, F401
 
 from lkv.integrations.transformers import LkvCache, absorb  # noqa: E402
@@ -56,6 +57,9 @@ REFUSED = {
     **{("recorded_crop", family): (RuntimeError, "size of tensor a .* must match") for family in SLIDING},
 }
 
+if transformers.__version__.startswith("5.15."):  # it calls the model without a token when all of a draft was right
+    REFUSED["assisted", "glm4_moe_lite"] = (RuntimeError, "cannot reshape tensor of 0 elements")
+
 # Other shapes of a family's configuration.
 VARIANTS = [
     ("deepseek_v2", {"q_lora_rank": 24}),
@@ -68,7 +72,14 @@ VARIANTS = [
 ]
 VARIANT_IDS = [f"{family}-{'-'.join(overrides)}" for family, overrides in VARIANTS]
 
-model_of = functools.cache(tiny)
+cached = functools.cache(tiny)
+
+
+def model_of(family, attn="sdpa"):
+    model = cached(family, attn=attn)
+    if hasattr(model.model, "rope_deltas"):
+        model.model.rope_deltas = None  # what a vision model remembers of its last prompt, for calls without positions
+    return model
 
 
 def lkv_cache(model):
@@ -140,8 +151,8 @@ def test_long_queries_may_be_absorbed_too(family, run):
 def test_a_crossover_of_0_expands_as_the_model_does(family, run):
     model = model_of(family)
     expected = own(run, family)
-    with absorb(model, crossover=0):
-        check(expected, run, model, family, same)
+    with absorb(model, crossover=0):  # of a sparse model only the rows that the indexer chose
+        check(expected, run, model, family, close if "index_topk" in MODELS[family][1] else same)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -92,6 +92,14 @@ def test_a_matrix_and_a_memmap_are_arrays(tmp_path):
         assert view[0].numpy().tolist() == [[1, 2, 3, 4], [5, 5, 5, 5]]
 
 
+def test_a_masked_array_is_refused_by_slot_as_its_mask_would_be_lost(cache):
+    before, (first, *others) = state(cache), rows(1)
+    with pytest.raises(errors.ArgumentTypeError, match=r"slot 0.*masked.*filled"):
+        cache.append(0, [np.ma.masked_array(first, first > 0), *others])
+    assert state(cache) == before
+    assert same(append(cache, [np.ma.masked_array(first).filled(0), *others]), rows(1))
+
+
 def test_long_long_is_int64():
     cache = LatentKvCache.with_capacity(1, 4, [(4,)], "i64")
     cache.append(0, [np.arange(4, dtype=np.longlong).reshape(1, 4)])

@@ -271,6 +271,9 @@ cdef object borrow_slow(object array, ArrayRef *ref):
         set_code(ref, (<Bits>array).code)
         return array, inner
     if isinstance(array, cnp.ndarray):
+        if isinstance(array, numpy.ma.MaskedArray):
+            raise errors.ArgumentTypeError("array: masked, and a cache keeps no masks: take array.filled(value)",
+                                           actual=array)
         inner = numpy.asarray(array)  # a subclass, as a plain array
         return inner, borrow(inner, ref)
     api = find_exchange(type(array))
