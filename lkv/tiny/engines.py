@@ -95,15 +95,20 @@ class TransformersEngine:
         stirred = _stirring(temperature, seed)
         # Newer versions of transformers warn of the older name.
         name = "cache" if "cache" in inspect.signature(self.model.model.forward).parameters else "past_key_values"
-        self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=count,
-            do_sample=False,
-            logits_processor=[lambda ids, scores: torch.from_numpy(stirred(scores[0].numpy()))[None]],
-            streamer=_Streamer(put),
-            **{name: self._past},
-        )
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # they wait for each other longer than a model of this size computes
+        try:
+            self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                do_sample=False,
+                logits_processor=[lambda ids, scores: torch.from_numpy(stirred(scores[0].numpy()))[None]],
+                streamer=_Streamer(put),
+                **{name: self._past},
+            )
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _stirring(temperature: float, seed: int) -> Callable[[Array], Array]:

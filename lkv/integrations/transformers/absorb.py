@@ -41,7 +41,7 @@ def absorb(model: torch.nn.Module, *, crossover: int | None = None) -> Absorbed:
         Changed in place, until `Absorbed.undo`.
     crossover : int, optional
         Queries per sequence from which on a forward pass expands, as the model itself does; prefill in long chunks is
-        cheaper that way. By default where the two take the same number of operations, see
+        cheaper that way. By default where the two were measured to take the same time, see
         `lkv.integrations.transformers.attention.crossover`. 0 always expands.
 
     Returns
