@@ -19,7 +19,7 @@ import random
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from torch.nn.functional import linear
 
 from lkv.integrations.transformers import LkvCache, absorb
 
+from .style import LIMIT, LKV, PEER, plain, prepared, save_figure
+
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 MODELS = {  # hidden size, heads, q_lora_rank, columns of the MLP
     "V2-Lite": ("deepseek_v2", 2048, 16, None, 10_944),
@@ -38,6 +40,13 @@ MODELS = {  # hidden size, heads, q_lora_rank, columns of the MLP
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 LENGTHS = (16, 128, 1024, 8192, 32_768)
 CONTENDERS = ("no history", "LkvCache + absorb", "LkvCache", "DynamicCache", "StaticCache")
+LOOKS: dict[str, dict[str, Any]] = {  # those on top last
+    "StaticCache": {"color": "#bf8700"},
+    "DynamicCache": {"color": PEER, "lw": 4},
+    "no history": {"color": LIMIT, "ls": ":"},
+    "LkvCache + absorb": {"color": LKV},
+    "LkvCache": {"color": LKV, "ls": "--"},
+}
 CHUNKS = (1, 16, 64, 128, 256, 384, 512, 1024)
 CHUNK_ROWS = 4096
 ROUNDS, LEAST, BUDGET = 21, 2, 5.0  # steps of a contender, but no more than take so many seconds of CPU time
@@ -50,6 +59,9 @@ def main() -> None:
     args = arguments()
     if args.plot:
         importlib.import_module("matplotlib")  # before the measurements, not behind them
+    if args.samples:
+        draw(merged(args.samples), args.plot)
+        return
     torch.set_num_threads(args.threads)
     report: dict[str, Any] = {"machine": machine(args), "decode": [], "chunks": []}
     for name, dtype in itertools.product(args.models, args.dtypes):
@@ -80,7 +92,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=100.0, help="seconds of CPU time for a step (default: 100)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the samples")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw decode_hf.png and .svg (extra: plot)")
+    parser.add_argument(
+        "--samples", type=Path, nargs="+", metavar="FILE", help="draw what --json wrote before; later files win"
+    )
     args = parser.parse_args()
+    if args.samples and not args.plot:
+        parser.error("--samples: expected --plot FOLDER beside it")
     args.rounds, args.chunk_rows, args.chunks = ROUNDS, CHUNK_ROWS, CHUNKS
     if args.quick:
         args.rounds, args.chunk_rows, args.chunks = 3, 256, (1, 64)
@@ -311,33 +328,40 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def merged(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """The cells of several runs: where two measured the same, that of the later file."""
+    cells = [cell for path in paths for cell in json.loads(path.read_text())["decode"]]
+    return list({(cell["model"], cell["dtype"], cell["rows"]): cell for cell in cells}.values())
+
+
 def draw(cells: list[dict[str, Any]], folder: Path) -> None:
     """Milliseconds per token over rows cached, one panel per model and dtype."""
-    figure_class: Callable[..., Any] = importlib.import_module("matplotlib.figure").Figure
     models, dtypes = (list(dict.fromkeys(cell[by] for cell in cells)) for by in ("model", "dtype"))
-    figure = figure_class(figsize=(3.9 * len(models), 3.0 * len(dtypes)), layout="constrained")
-    grid = figure.subplots(len(dtypes), len(models), squeeze=False, sharex=True, sharey=True)
+    size = (4.2 * len(models), 3.0 * len(dtypes) + 1)
+    figure, grid = prepared().subplots(len(dtypes), len(models), figsize=size, squeeze=False, sharex=True, sharey=True)
     for (i, dtype), (j, model) in itertools.product(enumerate(dtypes), enumerate(models)):
         axes = grid[i][j]
-        for name in CONTENDERS:
-            points = [
-                (cell["rows"], *quartiles(cell["samples"][name]))
-                for cell in cells
-                if (cell["model"], cell["dtype"]) == (model, dtype) and name in cell["samples"]
-            ]
+        here = sorted(
+            (cell for cell in cells if (cell["model"], cell["dtype"]) == (model, dtype)), key=lambda cell: cell["rows"]
+        )
+        for name, look in LOOKS.items():
+            points = [(cell["rows"], *quartiles(cell["samples"][name])) for cell in here if name in cell["samples"]]
             if points:
                 rows, low, middle, high = zip(*points, strict=True)
-                axes.plot(rows, middle, label=name, marker="o", markersize=3, linewidth=1.2)
-                axes.fill_between(rows, low, high, alpha=0.2)
+                axes.plot(rows, middle, label=name, marker="o", ms=4, **look)
+                axes.fill_between(rows, low, high, color=look["color"], alpha=0.15, lw=0)
         axes.set(xscale="log", yscale="log", title=f"{model}, {dtype}")
-        axes.grid(alpha=0.3)
-    figure.supxlabel("rows cached", fontsize="medium")
-    figure.supylabel(f"ms per token, {cells[0]['layers']} layers", fontsize="medium")
-    grid[0][0].legend(fontsize="small", frameon=False)
+        plain(axes.xaxis, sorted({cell["rows"] for cell in cells}))
+        plain(axes.yaxis, [10**power for power in range(7)])
+    for axes in grid[-1]:
+        axes.set_xlabel("rows cached (log)")
+    for axes in grid[:, 0]:
+        axes.set_ylabel(f"ms per token, {cells[0]['layers']} layers (log)")
+    figure.suptitle("A decode step of transformers' MLA models: medians and quartiles")
+    figure.tight_layout()
+    figure.legend(*grid[0][0].get_legend_handles_labels(), ncols=3, loc="upper center", bbox_to_anchor=(0.5, 0))
     folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / "decode_hf.png", dpi=100)
-    with importlib.import_module("matplotlib").rc_context({"svg.fonttype": "none"}):
-        figure.savefig(folder / "decode_hf.svg", metadata={"Date": None})
+    save_figure(figure, folder, "decode_hf")
 
 
 if __name__ == "__main__":

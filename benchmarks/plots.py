@@ -6,53 +6,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .attention import HEADS, ROWS
+from .attention import EXPANDED_UP_TO, HEADS, ROWS
 from .frameworks import LENGTHS as COPIED
 from .length import COPIED as CONCATENATED
 from .length import LENGTHS
 from .measure import Table
 from .prefill import ROWS as SLABS
 from .scaling import THREADS
+from .style import LIMIT, LINES, LKV, PEER, beside, plain, prepared, save_figure
 
 __all__ = ["draw"]
-
-LKV, PEER, LIMIT = "#1f6feb", "#8b949e", "#d1242f"
-LINES = ("#1f6feb", "#2da44e", "#bf8700", "#8250df", "#8b949e", "#57606a")
 
 Tables = Mapping[str, Table]
 
 
 def draw(groups: Mapping[str, Sequence[Table]], out: Path) -> list[Path]:
     """Draw what was measured into a folder; a figure whose tables were not is left as it is."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update(
-        {
-            "figure.facecolor": "white",
-            "axes.facecolor": "white",
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.grid": True,
-            "axes.axisbelow": True,
-            "grid.color": "#d8dee4",
-            "font.size": 9,
-            "axes.titlesize": 10,
-            "svg.hashsalt": "lkv",
-        }
-    )
-    from matplotlib import pyplot
-
+    pyplot = prepared()
     tables = {table.key: table for made in groups.values() for table in made}
-    written = []
+    written: list[Path] = []
     for name, (needed, drawing) in FIGURES.items():
         if any(key not in tables for key in needed):
             continue
         figure = drawing(pyplot, tables)
-        for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
-            path = out / f"{name}.{suffix}"
-            figure.savefig(path, dpi=120, bbox_inches="tight", metadata=metadata)
-            written.append(path)
+        written += save_figure(figure, out, name)
         pyplot.close(figure)
     return written
 
@@ -72,6 +49,7 @@ def ratio_bars(axes: Any, ratios: Mapping[str, tuple[float, float, float]], base
     axes.grid(axis="y", visible=False)
     low, high = axes.get_xlim()
     axes.set_xlim(min(low, 0.5), high * 2.2)
+    plain(axes.xaxis, [10**power for power in range(0, 9, 1 if high < 100_000 else 2)])
     for place, middle in enumerate(middles):
         axes.text(max(middle, ratios[names[place]][2]) * 1.1, place, shown(middle), va="center", fontsize=8)
 
@@ -87,17 +65,27 @@ def is_lkv(name: str) -> bool:
 
 
 def append(pyplot: Any, tables: Tables) -> Any:
-    """One bar per contender of the decode append, cold rows."""
-    ratios: dict[str, tuple[float, float, float]] = {}
-    for key in ("append-cold", "frameworks-cold", "frameworks-growing"):
-        table = tables.get(key)
-        for name in table.samples if table is not None else ():
-            if key == "append-cold" or not name.startswith(("C memcpy", "lkv")):
-                ratios[name] = table.ratios(name)
-    figure, axes = pyplot.subplots(figsize=(8, 0.24 * len(ratios) + 1))
-    ratio_bars(axes, ratios, "C memcpy")
-    axes.set_xlabel("times C memcpy of the same bytes in the same run (log); whiskers: quartiles")
-    axes.set_title("One decode token, 61 layers x (1,024 + 128) bytes, cold rows, per layer and slot")
+    """One bar per contender of the decode append, cold rows; a panel per table, each with a memcpy of its own."""
+    panels = {
+        "append-cold": "Beside plain copies",
+        "frameworks-cold": "With the caches of frameworks",
+        "frameworks-growing": "With caches that copy what is cached",
+    }
+    shown_here = [tables[key] for key in panels if key in tables]
+    counts = [len(table.samples) for table in shown_here]
+    figure, grid = pyplot.subplots(
+        len(counts), 1, figsize=(8, 0.24 * sum(counts) + 0.7 * len(counts) + 0.5), height_ratios=counts, squeeze=False
+    )
+    column = grid[:, 0]
+    for axes, table in zip(column, shown_here, strict=True):
+        ratio_bars(axes, {name: table.ratios(name) for name in table.samples}, table.base)
+        axes.set_title(panels[table.key], loc="left")
+    limits = [axes.get_xlim() for axes in column]
+    for axes in column:
+        axes.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
+    figure.supxlabel("x memcpy of the same bytes, in the same table (log); whiskers: quartiles", fontsize=9)
+    figure.suptitle("One decode token, 1,024 + 128 bytes per layer, cold rows: per layer and slot", fontsize=11)
+    figure.tight_layout()
     return figure
 
 
@@ -129,20 +117,6 @@ def line(axes: Any, points: Sequence[tuple[int, Table, str]], label: str, colour
         axes.fill_between(places, [r[0] for _, r in found], [r[2] for _, r in found], color=colour, alpha=0.15, lw=0)
 
 
-def beside(axes: Any) -> None:
-    """Put the legend where it hides nothing."""
-    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-
-
-def plain(axis: Any, ticks: Sequence[float]) -> None:
-    """Number a logarithmic axis as people write."""
-    from matplotlib import ticker
-
-    axis.set_major_locator(ticker.FixedLocator(ticks))
-    axis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:,g}"))
-    axis.set_minor_locator(ticker.NullLocator())
-
-
 def locks(pyplot: Any, tables: Tables) -> Any:
     """Acquire and release in C and in Python, alone and contended, and what a writer waits among readers."""
     figure, grid = pyplot.subplots(3, 2, figsize=(10, 8))
@@ -151,13 +125,13 @@ def locks(pyplot: Any, tables: Tables) -> Any:
         ("locks-python", "Python with block, uncontended: ns"),
         ("locks-c-contended", "C, one writer and one reader: ns"),
         ("locks-python-contended", "Python, one writer and one reader: ns"),
-        ("fairness-wait", "C, writer among four readers: longest wait, ms"),
-        ("python-fairness-wait", "Python, writer among four readers: longest wait, ms"),
+        ("fairness-wait", "C, four readers: {}, ms"),
+        ("python-fairness-wait", "Python, four readers: {}, ms"),
     )
     for axes, (key, title) in zip(grid.flat, panels, strict=True):
         table = tables[key]
         ratio_bars(axes, {name: table.quartiles(name) for name in table.samples}, "")
-        axes.set_title(title)
+        axes.set_title(title.format(table.title.partition(": ")[2]))
     figure.tight_layout()
     return figure
 
@@ -178,7 +152,8 @@ def attention(pyplot: Any, tables: Tables) -> Any:
             measured = [(rows, tables[f"attention-{heads}-{rows}"]) for rows in ROWS]
             found = [(rows, table.quartiles(name)[1] / 1e6) for rows, table in measured if name in table.samples]
             if found:
-                axes.plot(*zip(*found, strict=True), color=colour, ls=style, marker="o", ms=4, label=name)
+                label = f"{name}, up to {EXPANDED_UP_TO:,} heads x rows" if name.startswith("expanded") else name
+                axes.plot(*zip(*found, strict=True), color=colour, ls=style, marker="o", ms=4, label=label)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(ROWS, [f"{rows:,}" for rows in ROWS])
@@ -224,7 +199,7 @@ def length(pyplot: Any, tables: Tables) -> Any:
 
 def scaling(pyplot: Any, tables: Tables) -> Any:
     """Throughput of threads, as a multiple of one thread's."""
-    figure, grid = pyplot.subplots(1, 2, figsize=(10, 3.8), sharey=True)
+    figure, grid = pyplot.subplots(1, 2, figsize=(10, 4.6), sharey=True)
     panels = {
         "Caches of their own": (
             ("scaling-append", "step.append, numpy", "step.append, GIL held"),
@@ -241,18 +216,25 @@ def scaling(pyplot: Any, tables: Tables) -> Any:
         ),
     }
     for axes, (title, series) in zip(grid, panels.items(), strict=True):
-        for (key, name, label), colour in zip(series, LINES, strict=False):
+        for i, ((key, name, label), colour) in enumerate(zip(series, LINES, strict=False)):
+            shift = 1 + 0.03 * (i - (len(series) - 1) / 2)  # whiskers beside each other
             names = [(n, f"{name}, {n} thread{'s' * (n > 1)}") for n in THREADS]
-            speedups = [(n, tables[key].ratios(f"{name}, 1 thread", base=at)[1]) for n, at in names]
-            axes.plot(*zip(*speedups, strict=True), marker="o", ms=4, color=colour, label=label)
+            speedups = [tables[key].ratios(f"{name}, 1 thread", base=at) for _, at in names]
+            middles = [middle for _, middle, _ in speedups]
+            spread = [[middle - low for low, middle, _ in speedups], [high - middle for _, middle, high in speedups]]
+            places = [n * shift for n in THREADS]
+            axes.errorbar(
+                places, middles, yerr=spread, marker="o", ms=4, lw=1.2, elinewidth=0.8, color=colour, label=label
+            )
         axes.set_xscale("log", base=2)
         axes.set_xticks(THREADS, [str(n) for n in THREADS])
         axes.axhline(1, color=PEER, lw=0.8)
         axes.set_xlabel("threads")
         axes.set_title(title)
-        axes.legend(fontsize=8, loc="upper left")
-    grid[0].set_ylim(0, 1.45 * max(grid[0].get_ylim()[1], 1))  # room for the legends
+        axes.legend(fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15))
+    grid[0].set_ylim(0, None)
     grid[0].set_ylabel("throughput, times one thread's")
+    figure.suptitle("More threads: medians and quartiles")
     figure.tight_layout()
     return figure
 

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +21,10 @@ from .measure import Table, Target
 __all__ = ["ProgressBar", "as_text", "from_json", "machine", "outcome", "summary", "to_json", "verdicts"]
 
 Groups = Mapping[str, list[Table]]
-PEERS = ("numpy", "ml_dtypes", "torch", "transformers", "optimum-quanto", "jax", "mlx", "mlx-lm", "fasteners")
+PEERS = (
+    *("numpy", "ml_dtypes", "torch", "transformers", "optimum-quanto", "jax", "mlx", "mlx-lm"),
+    *("fasteners", "readerwriterlock"),
+)
 MARKS = {True: "met ", False: "MISS", None: " -- "}
 
 
@@ -148,7 +152,7 @@ def machine() -> dict[str, Any]:
     return {
         "processor": model or platform.processor(),
         "cpus": os.cpu_count(),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": f"{platform.system()} {'.'.join(re.findall(r'[0-9]+', platform.release())[:2])}",
         "python": platform.python_version(),
         "lkv": lkv.__version__,
         "build": {name: list(v) if isinstance(v, tuple) else v for name, v in build_info().items()},

@@ -32,25 +32,35 @@ CONFIGS = {
     "v2-lite": ("deepseek_v2", (2048, 10_944, 16, None), (512, 128, 64, 128)),
     "v3": ("deepseek_v3", (7168, 18_432, 128, 1536), (512, 128, 64, 128)),
 }
+WARM_UP = 32  # tokens of the prompt in a short run before each, not timed
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+LOOKS: tuple[dict[str, Any], ...] = (  # the second on top, where both are the same
+    {"color": "#8b949e", "linewidth": 2.5},
+    {"color": "#1f6feb", "linewidth": 1.2, "linestyle": "--"},
+)
 
 
 def main() -> None:
     args = arguments()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    if args.threads or args.config == "tiny":  # work so small that threads cost more than they save
+        torch.set_num_threads(args.threads or 1)
     transformers.logging.set_verbosity_error()
     model, tokenizer = load(args)
     ids = prompt(args, model, tokenizer)
     plain = Run("DynamicCache", transformers.DynamicCache(config=model.config))
     ours = Run("LkvCache + absorb", LkvCache(model, ids.shape[1] + args.tokens))
+    short = ids[:, :WARM_UP]
+    generate(model, short, 2, Run("warm-up", transformers.DynamicCache(config=model.config)))
     generate(model, ids, args.tokens, plain)
     with absorb(model):
+        generate(model, short, 2, Run("warm-up", LkvCache(model, WARM_UP + 2)))
         generate(model, ids, args.tokens, ours)
     print(ours.tokens if tokenizer is None else tokenizer.decode(ours.tokens))
     print(f"\n{table(ids.shape[1], plain, ours)}\n\n{agreement(plain, ours)}")
     if args.plot:
-        draw(args.plot, ids.shape[1], plain, ours)
+        name = args.config or args.model.resolve().name
+        dtype, threads = str(model.dtype).removeprefix("torch."), torch.get_num_threads()
+        draw(args.plot, f"{name}, {dtype}, {threads} thread{'s' * (threads > 1)}", ids.shape[1], plain, ours)
 
 
 def arguments() -> argparse.Namespace:
@@ -63,8 +73,12 @@ def arguments() -> argparse.Namespace:
     begin.add_argument("--prompt", metavar="TEXT", help="for a checkpoint that has a tokenizer")
     begin.add_argument("--prompt-tokens", type=positive, default=256, metavar="N", help="random ids (default: 256)")
     parser.add_argument("--tokens", type=positive, default=32, metavar="N", help="to generate (default: 32)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's, float32")
-    parser.add_argument("--threads", type=positive, metavar="N", help="of PyTorch (default: its own choice)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's, or float32 with --config"
+    )
+    parser.add_argument(
+        "--threads", type=positive, metavar="N", help="of PyTorch (default: its own choice, 1 for tiny)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of random weights and ids (default: 0)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time and bytes over the position (extra: plot)")
     args = parser.parse_args()
@@ -189,14 +203,15 @@ def agreement(plain: Run, ours: Run) -> str:
     )
 
 
-def draw(path: Path, length: int, *runs: Run) -> None:
+def draw(path: Path, title: str, length: int, *runs: Run) -> None:
     figure = plot.require_matplotlib().Figure(figsize=(8, 3.2), layout="constrained")
     for axes, label in zip(figure.subplots(1, 2), ("ms per token", "bytes cached"), strict=True):
-        for run in runs:
+        for run, look in zip(runs, LOOKS, strict=True):
             values = run.ms[1:] if label == "ms per token" else run.nbytes[1:]
-            axes.plot(range(length + 1, length + 1 + len(values)), values, label=run.name, linewidth=1.2)
+            axes.plot(range(length + 1, length + 1 + len(values)), values, label=run.name, **look)
         axes.set(ylim=(0, None), ylabel=label, xlabel="position")
         axes.legend(frameon=False)
+    figure.suptitle(f"{title}: every token behind a prompt of {length:,}", fontsize="medium")
     figure.savefig(path)
 
 

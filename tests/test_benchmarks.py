@@ -127,3 +127,37 @@ def test_a_group_runs_from_end_to_end_and_leaves_json_and_a_figure(capfd, tmp_pa
     assert summary["machine"]["cpus"] > 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"results.json", "length.png", "length.svg"}
     assert len(json.loads(samples.read_text())["groups"]["length"][0]["samples"]["step.append at 1,000 rows"]) == 5
+
+
+def test_the_build_of_the_kernel_is_not_reported(report, monkeypatch):
+    monkeypatch.setattr(report.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(report.platform, "release", lambda: "6.18.44-custom-1")
+    assert report.machine()["system"] == "Linux 6.18"
+
+
+def test_a_figure_of_decode_steps_comes_from_several_runs_and_the_later_one_wins(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    decode_hf = part("decode_hf")
+
+    def run(name, milliseconds):
+        cells = [
+            {
+                "model": "V3",
+                "dtype": "f32",
+                "rows": rows,
+                "layers": 2,
+                "samples": {"LkvCache": [{"cpu": cpu, "wall": cpu}]},
+            }
+            for rows, cpu in milliseconds.items()
+        ]
+        (tmp_path / name).write_text(json.dumps({"decode": cells}))
+        return tmp_path / name
+
+    files = [run("first.json", {16: 10.0, 128: 20.0}), run("second.json", {16: 11.0})]
+    cells = decode_hf.merged(files)
+    assert {cell["rows"]: cell["samples"]["LkvCache"][0]["cpu"] for cell in cells} == {16: 11.0, 128: 20.0}
+    monkeypatch.setattr("sys.argv", ["decode_hf", "--samples", *map(str, files), "--plot", str(tmp_path / "out")])
+    decode_hf.main()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"decode_hf.png", "decode_hf.svg"}
