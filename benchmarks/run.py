@@ -60,6 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--out: the figures need matplotlib: pip install 'latent-kv[bench]'")
     if figures is None and drawable and not options.groups and not options.quick and FIGURES.is_dir():
         figures = FIGURES  # a full run of a checkout renews what its documentation shows
+    for name, path in (("--json", options.json), ("--out", figures and figures / "results.json")):
+        try:  # now, and not when everything has been measured
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.open("a").close()
+        except OSError as error:
+            parser.error(f"{name}: {error}")
     return _run(options, figures)
 
 

@@ -116,6 +116,16 @@ def test_an_unknown_group_is_refused_with_the_groups_there_are(capsys):
     assert "unknown group 'apend'; there are append, frameworks," in capsys.readouterr().err
 
 
+def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    for option, path in (("--json", tmp_path), ("--out", tmp_path / "file")):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["bench", "length", "--quick", option, str(path)])
+        captured = capsys.readouterr()
+        assert stop.value.code == 2 and not captured.out
+        assert f"{option}: " in captured.err
+
+
 def test_a_group_runs_from_end_to_end_and_leaves_json_and_a_figure(capfd, tmp_path):
     pytest.importorskip("matplotlib")
     samples = tmp_path / "samples.json"

@@ -227,6 +227,22 @@ def test_a_request_that_cannot_be_run_is_one_line_and_status_2(run, options, wor
     assert err.count("\n") == 1
 
 
+def test_a_temperature_near_zero_draws_the_likeliest_without_a_warning(run):
+    likeliest = run("--tokens", 20, "--temperature", 0, "--quiet")
+    assert run("--tokens", 20, "--temperature", 1e-300, "--quiet") == likeliest
+
+
+def test_weights_that_cannot_be_read_are_one_line_and_status_2(run, monkeypatch, tmp_path):
+    damaged = tmp_path / "weights.safetensors"
+    damaged.write_bytes(WEIGHTS.read_bytes()[:1000])
+    read = TinyModel.read
+    for path in (damaged, tmp_path / "none"):
+        monkeypatch.setattr(TinyModel, "read", lambda path=path: read(path))
+        status, out, err = run()
+        assert (status, out) == (2, "")
+        assert err.startswith("lkv demo: error: the weights in the package cannot be read") and err.count("\n") == 1
+
+
 def test_an_engine_that_is_not_installed_says_what_to_install(run, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("lkv.integrations.transformers")]:
         monkeypatch.delitem(sys.modules, name)

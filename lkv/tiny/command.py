@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from lkv.cache import LatentKvCache
 from lkv.cache.persistent import human_bytes
 from lkv.decoding import UsageError
+from lkv.errors import RestoreError
 from lkv.tiny.engines import ENGINES, Engine
 from lkv.tiny.model import TinyModel
 from lkv.tiny.status import StatusLine
@@ -66,7 +67,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    model = TinyModel.read()
+    model = _model()
     engine = _engine(args, model)
     meter, tokens = _Meter(engine.cache), list[int]()
     text = None if args.json else sys.stdout
@@ -87,12 +88,19 @@ def _demo(args: argparse.Namespace) -> int:
     report = _report(args, model, tokens, meter)
     if args.json:
         print(json.dumps(report))
-    elif not args.quiet:
+    elif not args.quiet and sys.stderr is not None:
         latent, expanded = report["bytes_per_token"].values()
         other = human_bytes(report["cache"]["rows"] * expanded)
         print(f"lkv demo: {args.engine}, {meter.line()}", file=sys.stderr)
         print(f"lkv demo: expanded keys and values would take {other}, {expanded / latent:.1f}x", file=sys.stderr)
     return 0
+
+
+def _model() -> TinyModel:
+    try:
+        return TinyModel.read()
+    except (OSError, RestoreError) as error:
+        raise UsageError(f"the weights in the package cannot be read: {error}") from error
 
 
 def _engine(args: argparse.Namespace, model: TinyModel) -> Engine:

@@ -118,7 +118,7 @@ def _stirring(temperature: float, seed: int) -> Callable[[Array], Array]:
     def stirred(scores: Array) -> Array:
         if temperature == 0:
             return scores
-        return np.asarray(scores / temperature + random.gumbel(size=scores.shape))
+        return np.asarray(scores + temperature * random.gumbel(size=scores.shape))  # a quotient may overflow
 
     return stirred
 

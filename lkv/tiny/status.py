@@ -26,9 +26,9 @@ class StatusLine:
         self._size = (0, 0)
 
     @staticmethod
-    def wanted(stream: TextIO) -> bool:
-        """Whether a stream is a terminal that understands the control sequences."""
-        return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    def wanted(stream: TextIO | None) -> bool:
+        """Whether a stream is a terminal that understands the control sequences; None is a closed one."""
+        return stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
     def show(self, text: str) -> None:
         """Replace the line's text, cut to the terminal's width."""

@@ -61,6 +61,9 @@ def absorb(model: torch.nn.Module, *, crossover: int | None = None) -> Absorbed:
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}", actual=model)
     limit = None if crossover is None else check_count(crossover, "crossover")
     found = _handles.get(model)
+    if found is not None and not found._holds():
+        found.undo()  # another attention function was chosen since, which is then what it was before
+        found = None
     if found is None:
         found = Absorbed(model, limit)
         _handles[model] = found
@@ -90,38 +93,48 @@ class Absorbed:
             for name, module in named.items()
         }
         self._model = weakref.ref(model)
-        self._modules = list(named.values())
-        for name, module in named.items():
-            setattr(module, _STATE, states[name])
+        self._absorbed = [(module, states[name]) for name, module in named.items()]
+        for module, state in self._absorbed:
+            setattr(module, _STATE, state)
             module.expand_kv = functools.partial(_latents, module)
-        for module in self._modules:
+        for module, _ in self._absorbed:
             module.config._attn_implementation_internal = NAME
 
     def undo(self) -> None:
         """Leave the model as it was before. Further calls do nothing."""
-        for module in self._modules:
-            state = module.__dict__.pop(_STATE, None)
-            module.__dict__.pop("expand_kv", None)
-            if state is not None:
+        absorbed, self._absorbed = self._live(), []
+        for module, _ in absorbed:
+            del module.__dict__[_STATE], module.__dict__["expand_kv"]
+        for module, state in absorbed:
+            # A configuration may be shared with another model that is absorbed, or name another function since.
+            if module.config._attn_implementation_internal == NAME and not _states_with(module.config):
                 module.config._attn_implementation_internal = state.implementation
-        self._modules = []
         model = self._model()
-        if model is not None:
-            _handles.pop(model, None)
+        if model is not None and _handles.get(model) is self:
+            del _handles[model]
 
     @property
     def n_layers(self) -> int:
         """MLA layers absorbed; 0 after `undo`."""
-        return len(self._modules)
+        return len(self._live())
 
     @property
     def crossover(self) -> int:
         """Queries per sequence from which on layers expand: the least of any layer."""
-        return min((getattr(module, _STATE).crossover for module in self._modules), default=0)
+        return min((state.crossover for _, state in self._live()), default=0)
 
     def _set(self, limit: int) -> None:
-        for module in self._modules:
-            getattr(module, _STATE).crossover = limit
+        for _, state in self._live():
+            state.crossover = limit
+
+    def _live(self) -> list[tuple[Any, _State]]:
+        """The modules that nobody else has absorbed or undone since."""
+        return [(module, state) for module, state in self._absorbed if module.__dict__.get(_STATE) is state]
+
+    def _holds(self) -> bool:
+        live = self._live()
+        named = all(module.config._attn_implementation_internal == NAME for module, _ in live)
+        return named and 0 < len(live) == len(self._absorbed)
 
     def __enter__(self) -> Self:
         return self
@@ -132,7 +145,7 @@ class Absorbed:
         self.undo()
 
     def __repr__(self) -> str:
-        if not self._modules:
+        if not self._live():
             return "Absorbed(undone)"
         return (
             f"Absorbed({type(self._model()).__name__}, {self.n_layers} layers, expands from {self.crossover} queries)"
@@ -157,9 +170,18 @@ def _is_mla(module: torch.nn.Module) -> bool:
 
 
 def _implementation(module: Any) -> str | None:
-    state = module.__dict__.get(_STATE)  # of a copy of an absorbed model
-    before: str | None = module.config._attn_implementation_internal if state is None else state.implementation
-    return before
+    """Return what the module's attention was before any model with its configuration was absorbed."""
+    own: str | None = module.config._attn_implementation_internal
+    if own != NAME:
+        return own
+    copied = module.__dict__.get(_STATE)  # of a copy of an absorbed model
+    states = _states_with(module.config) if copied is None else [copied]
+    return states[0].implementation if states else own
+
+
+def _states_with(config: Any) -> list[_State]:
+    live = (pair for handle in list(_handles.values()) for pair in handle._live())
+    return [state for module, state in live if module.config is config]
 
 
 def _limit(module: Any, limit: int | None) -> int:
@@ -197,17 +219,28 @@ def _attend(
     if unknown:
         raise ArgumentTypeError(f"{type(module).__name__}: lkv does not know how to attend with {', '.join(unknown)}")
     n = query.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is None and n > 1 and not causal:  # below, None is causal
+        attention_mask = torch.ones((1, 1, 1, key.shape[2]), dtype=torch.bool, device=key.device)
     if indices is not None and n > 1:
         attention_mask = with_chosen(indices, key.shape[2], attention_mask)
     elif indices is not None:
         key, value, attention_mask = chosen_rows(indices, key, value, attention_mask)
-    learning = module.training or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad))
+    learning = _is_learning(module, query, key, value, attention_mask)
     if n < state.crossover and not learning and not _is_short(key):
         w_kv = state.projections.read(module)
         sinks = kwargs.get("s_aux")
         return latent_attention(query, key, value, w_kv, attention_mask, rest["scaling"], sinks), None
     key, value = type(module).expand_kv(module, key, value)
     return _expanded(module, query, key, value, attention_mask, is_causal=is_causal, **rest), None
+
+
+def _is_learning(module: Any, *given: torch.Tensor | None) -> bool:
+    """Whether gradients may be wanted, of what is given or of ``kv_b_proj``, which may be all that is trained."""
+    if module.training or not torch.is_grad_enabled():
+        return bool(module.training)
+    tensors = (*given, *module.kv_b_proj.parameters())
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _is_short(latents: torch.Tensor) -> bool:

@@ -36,7 +36,7 @@ def latent_attention(
         ``w_uk`` and ``w_uv``, the weight of ``kv_b_proj``.
     mask : torch.Tensor, [batch or 1, heads or 1, n, rows], optional
         Boolean, True where a query attends, or of floats to add to the scores. None lets every query attend to every
-        row; with more than one query, to the rows up to its own number.
+        row; with more than one query, to the rows up to its own number. A query that attends to nothing gives zeros.
     scaling : float
         Of the scores.
     sinks : torch.Tensor, [heads], optional
@@ -88,6 +88,10 @@ def latent_attention(
         context = context.mul_(fade).add_(torch.bmm(weights.to(products), latent))
     assert context is not None and total is not None
     context = context.div_(total).to(query.dtype).view(batch, heads, n, rank)
+    if mask is not None:
+        # Of a query that attends to nothing the result is zero, as PyTorch's own functions have it.
+        seen = mask if mask.dtype == torch.bool else mask > -torch.inf
+        context = context * seen.any(-1, keepdim=True)
     return _of_heads(_project_context(_by_head(context), w_kv[:, nope:]), batch).transpose(1, 2).contiguous()
 
 

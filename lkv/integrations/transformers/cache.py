@@ -24,8 +24,9 @@ class LkvCache(cache_utils.Cache):  # type: ignore[misc]
     (``qk_rope_head_dim`` wide) of one `LatentKvCache`, in the dtype and on the device of the model. Sliding-window,
     linear-attention and shared layers beside them stay transformers' own.
 
-    A forward pass publishes its rows once, when its last layer has written: after one that failed, the cache is as
-    before it. One thread at a time may use a cache; a model may be used with several caches at once.
+    A forward pass publishes its rows once, when its last layer has written: after one that failed, the rows are as
+    before it. What layers of transformers' own beside them keep does not go back; `reset` a cache that has some.
+    One thread at a time may use a cache; a model may be used with several caches at once.
 
     Parameters
     ----------
@@ -97,7 +98,8 @@ class LkvCache(cache_utils.Cache):  # type: ignore[misc]
 
     @property
     def _length(self) -> int:
-        return min(rows.length for rows in self._groups)
+        # Rows of other widths, and indexer keys where a layer has some, may be behind after a pass that failed.
+        return min(rows.length for rows in self._all_rows() if rows.cache is not None or rows in self._groups)
 
     def open(
         self,
@@ -125,8 +127,8 @@ class LkvCache(cache_utils.Cache):  # type: ignore[misc]
         """
         batch_size = check_count(batch_size, "batch_size", 1)
         dtype = self._model_dtype if dtype is None else dtype
-        if not isinstance(dtype, torch.dtype):
-            raise ArgumentTypeError(f"dtype: expected a torch.dtype, got {dtype!r}", actual=dtype)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ArgumentTypeError(f"dtype: expected a floating-point torch.dtype, got {dtype!r}", actual=dtype)
         device = torch.device(self._model_device or "cpu") if device is None else torch.device(device)
         for rows in self._groups:
             rows.open(batch_size, self.layers[rows.layers[0]].widths, dtype, device)
@@ -143,8 +145,8 @@ class LkvCache(cache_utils.Cache):  # type: ignore[misc]
                 actual=layer_idx,
             )
         layer = self.layers[layer_idx]
-        if len(self._groups) > 1 and isinstance(layer, LkvLayer) and layer.rows.length > self._length:
-            layer.rows.truncate_to(self._length)  # ahead of layers of other widths: the last pass failed
+        if isinstance(layer, LkvLayer) and layer_idx == layer.rows.layers[0] and layer.rows.length > self._length:
+            layer.rows.truncate_to(self._length)  # ahead of others: the last pass failed
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
         return keys, values
 
@@ -273,7 +275,7 @@ if hasattr(cache_utils, "DynamicIndexedLayer"):
 
 def _text_config(model: Any) -> Any:
     config = getattr(model, "config", model)
-    if not hasattr(config, "get_text_config"):
+    if isinstance(config, type) or not hasattr(config, "get_text_config"):
         raise ArgumentTypeError(
             f"model: expected a transformers model or configuration, got {type(model).__name__}", actual=model
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lkv.cache import LatentKvCache
-from lkv.errors import GeometryError, IncompleteStepError, ShapeMismatchError
+from lkv.errors import GeometryError, IncompleteStepError, ShapeMismatchError, UnpopulatedLayerError
 from lkv.layout import SlotSpec
 
 __all__ = ["BatchRows"]
@@ -97,7 +97,7 @@ class BatchRows:
         again = layer in self._written
         if self.length == 0 and (again or not self._written):
             geometry = _geometry_of(rows)
-            if geometry != self._geometry:
+            if geometry != self._geometry or self.cache is None or not self.cache.nbytes:
                 self._open(*geometry)
         cache = self.cache
         assert cache is not None
@@ -188,6 +188,10 @@ class BatchRows:
         return made
 
     def _open(self, shapes: tuple[_Shape, ...], dtype: torch.dtype, device: torch.device) -> None:
+        if len({batch for batch, _, _ in shapes}) > 1:
+            raise ShapeMismatchError(
+                f"update: expected one batch size in all slots, got {[batch for batch, _, _ in shapes]}", actual=shapes
+            )
         slots = [
             SlotSpec(name, (batch, width) if heads == 1 else (batch, heads, width))
             for name, (batch, heads, width) in zip(self.names, shapes, strict=True)
@@ -225,7 +229,8 @@ class BatchRows:
             ]
             for place, slot in enumerate(self._kept):
                 storage = self.cache.slot_storage(layer, place)
-                assert storage is not None
+                if storage is None:
+                    raise UnpopulatedLayerError(f"layer {layer} holds no storage: the cache was cleared")
                 whole = storage.alias().torch()
                 views[slot] = (whole.unsqueeze(2) if whole.ndim == 3 else whole).permute(1, 2, 0, 3)
         return tuple(views)

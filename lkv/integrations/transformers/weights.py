@@ -15,8 +15,8 @@ class UpProjections:
     """``kv_b_proj`` by heads: ``w_uk`` and ``w_uv``, ``[heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]``.
 
     Of a plain linear layer this is a view, made on every call, so that training, loading and moving show. Of any
-    other (quantised, with adapters) it is computed by passing the unit vectors through it, and again when its
-    parameters, buffers or adapters change.
+    other (quantised, with adapters, with hooks) it is computed by passing the unit vectors through it, and again when
+    its parameters, buffers, adapters or hooks change.
 
     Raises
     ------
@@ -37,7 +37,7 @@ class UpProjections:
     def read(self, module: torch.nn.Module) -> torch.Tensor:
         """Return the weights as they are now."""
         projection = module.kv_b_proj
-        plain = type(projection) is torch.nn.Linear
+        plain = _is_plain(projection)
         self._check([projection.weight] if plain else [*projection.parameters(), *projection.buffers()])
         if plain and projection.bias is not None:
             self._refuse_bias()
@@ -82,6 +82,12 @@ class UpProjections:
         raise ArgumentTypeError(f"{self.name}: has a bias, which no known MLA model has")
 
 
+def _is_plain(projection: torch.nn.Module) -> bool:
+    hooked = projection._forward_hooks or projection._forward_pre_hooks
+    patched = "forward" in vars(projection) and not hasattr(projection, "_hf_hook")  # accelerate's only moves inputs
+    return type(projection) is torch.nn.Linear and not hooked and not patched
+
+
 def _state_of(projection: torch.nn.Module) -> object:
     tensors = [*projection.parameters(), *projection.buffers()]
     adapters = [
@@ -90,7 +96,8 @@ def _state_of(projection: torch.nn.Module) -> object:
     ]
     # Tensors made in inference mode have no version.
     versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
-    return [(tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in tensors], versions, adapters
+    hooks = [*projection._forward_hooks], [*projection._forward_pre_hooks]
+    return [(tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in tensors], versions, adapters, hooks
 
 
 def _is_sharded(weight: torch.Tensor) -> bool:
