@@ -159,7 +159,8 @@ def measured() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         library, out = Path(folder) / "callgrind.so", Path(folder) / "counts"
         source = Path(__file__).with_name("callgrind.c")
-        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
+        if subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source]).returncode:
+            raise NotComparable(f"{compiler} does not compile {source.name}, which switches the counting on and off")
         counter = [valgrind, "-q", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
         worker = [sys.executable, "-P", __file__, "--worker", str(library)]
         subprocess.run([*counter, *worker], check=True, env={**os.environ, **SETTLED})
