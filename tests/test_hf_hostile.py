@@ -9,7 +9,7 @@ from helpers.hf_cache import dynamic, model_of, push, random_rows  # noqa: E402
 from helpers.hf_models import caches_latents, installed_families, prompt, tiny  # noqa: E402
 from helpers.hf_runs import forward, one_thread  # noqa: E402, F401
 
-from lkv.errors import ArgumentTypeError, ShapeMismatchError, UnpopulatedLayerError  # noqa: E402
+from lkv.errors import ArgumentTypeError, LayerIndexError, ShapeMismatchError, UnpopulatedLayerError  # noqa: E402
 from lkv.integrations.transformers import LkvCache, absorb  # noqa: E402
 from lkv.integrations.transformers.attention import latent_attention  # noqa: E402
 
@@ -172,3 +172,11 @@ def test_what_holds_no_latents_is_refused_early():
             cache.open(dtype=dtype)
     with pytest.raises(ArgumentTypeError, match="model: expected"):
         LkvCache(transformers.DeepseekV3Config, 16)
+
+
+def test_a_model_with_more_layers_than_the_cache_is_told_so():
+    cache = LkvCache(model_of("deepseek_v3"), 16)
+    rows = random_rows((32, 8), 3)
+    with pytest.raises(LayerIndexError, match="the model has more layers"):
+        cache.update(*rows, len(cache.layers))
+    assert cache.caches == () and cache.get_seq_length() == 0

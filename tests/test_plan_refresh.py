@@ -1,5 +1,6 @@
 import pytest
 from helpers.plans import Source, Welded, content, held, latent, same
+from helpers.scripts import run
 
 from lkv import errors
 from lkv.plan import DecodeSession, PlanValidity, RebindRefusal, RebindRefused, RefreshCounters, refresh_session
@@ -157,3 +158,22 @@ def test_counters_say_what_they_count():
     with pytest.raises(errors.ArgumentTypeError, match="reason: expected a RebindRefusal, got 'poisoned'"):
         counters.count_refusal("poisoned")
     assert set(counters.as_dict().values()) == {0}
+
+
+def test_a_forked_child_counts_on_and_waits_for_no_thread_of_its_parent():
+    source = """
+        import os
+        from lkv.plan import RefreshCounters
+
+        counters = RefreshCounters()
+        counters.count("kept")
+        with counters._lock:  # as a thread of the parent would hold it, which the child does not have
+            child = os.fork()
+            if child == 0:
+                counters.count("kept")
+                os._exit(counters.as_dict()["kept"])
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        counters.count("kept")
+        print(counters.kept)
+    """
+    assert run(source, timeout=20) == "2\n2\n"

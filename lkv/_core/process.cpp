@@ -38,6 +38,11 @@ Register &queues() noexcept {
 
 }  // namespace
 
+std::uint32_t watched_generation() noexcept {
+  queues();
+  return generation();
+}
+
 void end() noexcept {
   Register &all = queues();
   std::lock_guard<std::mutex> guard(all.mutex);

@@ -18,6 +18,9 @@ extern std::atomic<bool> ending;
 // that would release it are not in this process.
 inline std::uint32_t generation() noexcept { return detail::generation.load(std::memory_order_relaxed); }
 
+// The same for who has no queue yet: before the first one, nothing counts forks.
+std::uint32_t watched_generation() noexcept;
+
 inline bool ending() noexcept { return detail::ending.load(std::memory_order_acquire); }
 
 // Wakes every waiter with LKV_E_SHUTDOWN, now and for ever. Releases stay safe.

@@ -6,7 +6,7 @@ cdef extern from "status.hpp" namespace "lkv" nogil:
 
 cdef extern from "process.hpp" namespace "lkv::process" nogil:
     void process_end "lkv::process::end"() noexcept
-    uint32_t process_generation "lkv::process::generation"() noexcept
+    uint32_t process_generation "lkv::process::watched_generation"() noexcept
 
 cdef extern from "<thread>" nogil:
     void yield_thread "std::this_thread::yield"() noexcept

@@ -58,6 +58,7 @@ mutant "the child does not notice the fork" process.cpp \
 mutant "released rows keep their content" storage.cpp 's/cpu::clear_pages(at, nbytes);//' stress_storage
 mutant "a write does not move the version" lease.cpp \
     '/lkv_lease::finish/,/^}/s/buffer->bump_version();/;/' stress_storage
+mutant "an append does not move the version" slot_table.cpp 's/alone ? place.version->bump_alone()/alone ? void()/' test_slots
 mutant "a claim has many winners" storage.cpp \
     's/if (buffer->claimed.comp.*/if (buffer->claimed == expected) return buffer->claimed = claimed, LKV_OK;/' \
     stress_storage
